@@ -1,0 +1,381 @@
+"""What goes into the engine and what comes out: requests, events, snapshots. Frozen, no behaviour.
+
+Nothing here knows a transport, an array or a model. Token ids are plain ints, durations are
+seconds on the engine's clock, counts are tokens unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Sampler(Enum):
+    """The samplers of the chain, in llama.cpp's names."""
+
+    PENALTIES = "penalties"
+    DRY = "dry"
+    TOP_N_SIGMA = "top_n_sigma"
+    TOP_K = "top_k"
+    TYPICAL_P = "typ_p"
+    TOP_P = "top_p"
+    MIN_P = "min_p"
+    XTC = "xtc"
+    TEMPERATURE = "temperature"
+    INFILL = "infill"
+    ADAPTIVE_P = "adaptive_p"
+
+
+class Mirostat(Enum):
+    """Mirostat replaces the whole chain, penalties included."""
+
+    OFF = 0
+    V1 = 1
+    V2 = 2
+
+
+DEFAULT_SAMPLERS = (
+    Sampler.PENALTIES,
+    Sampler.DRY,
+    Sampler.TOP_N_SIGMA,
+    Sampler.TOP_K,
+    Sampler.TYPICAL_P,
+    Sampler.TOP_P,
+    Sampler.MIN_P,
+    Sampler.XTC,
+    Sampler.TEMPERATURE,
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How logits become a token. Defaults and meanings are llama.cpp's (contract 2.2 and 5.6).
+
+    `seed` None draws a fresh seed. `logit_bias` holds (token id, bias) pairs, -inf forbids.
+    `min_keep` is the least number of candidates that truncation samplers leave.
+    """
+
+    seed: int | None = None
+    temperature: float = 0.8
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repeat_last_n: int = 64
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: Mirostat = Mirostat.OFF
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
+    min_keep: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    samplers: tuple[Sampler, ...] = DEFAULT_SAMPLERS
+
+
+@dataclass(frozen=True)
+class AdapterScale:
+    """The user's weight of one adapter; adapters that a set does not name are 0."""
+
+    adapter_id: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation, already tokenised.
+
+    `max_tokens` None is unlimited; 0 still samples one token, as the peer does. `deadline_s` is
+    a time on the engine's clock. `slot_id` None lets the engine choose. `top_logprobs` None
+    turns log-probabilities off; n asks for the sampled token's and the n best.
+    `preserved_tokens` are special tokens whose text is shown. `adapters` None means the server's
+    set; an empty tuple means all off. `tenant` salts every prefix key. `n_indent` ends when a
+    later line is indented less (0: off); `time_limit_s` ends at a newline after that long.
+    `sampling_echo` is the caller's record of its parameters, shown in slot lists and never read.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    slot_id: int | None = None
+    cache_prompt: bool = True
+    n_keep: int = 0
+    n_discard: int = 0
+    n_cache_reuse: int = 0
+    n_indent: int = 0
+    time_limit_s: float | None = None
+    top_logprobs: int | None = None
+    post_sampling_probs: bool = False
+    preserved_tokens: frozenset[int] = frozenset()
+    render_special: bool = False
+    adapters: tuple[AdapterScale, ...] | None = None
+    progress: bool = False
+    deadline_s: float | None = None
+    tenant: str = ""
+
+
+class FinishReason(Enum):
+    """Why a generation ended (cancel and faults are errors, not reasons)."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    CONTEXT_FULL = "context_full"
+    TIME = "time"
+    INDENT = "indent"
+    EMPTY_PROMPT = "empty_prompt"
+
+
+class CacheSource(Enum):
+    """Where reused prompt tokens came from."""
+
+    NONE = "none"
+    SLOT = "slot"
+    INDEX = "index"
+    HOST = "host"
+
+
+class CancelCause(Enum):
+    """Who ended a request early."""
+
+    CLIENT = "client"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True)
+class Started:
+    """Sent once, at admission to a slot. `no_reuse` says why nothing was reused ("" if it was)."""
+
+    slot_id: int
+    prompt_tokens: int
+    cached_tokens: int
+    cache_source: CacheSource
+    no_reuse: str
+    adapters: tuple[AdapterScale, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much of the prompt is in the pool; `processed` includes the cached part."""
+
+    total: int
+    cached: int
+    processed: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class TokenProb:
+    """A token with its natural-log probability and its raw bytes (a piece may not be UTF-8)."""
+
+    token_id: int
+    piece: bytes
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one step: of the raw logits, or of the chain's result when asked for.
+
+    `top` is sorted by falling probability; with post-chain probabilities zero entries are absent.
+    """
+
+    sampled: TokenProb
+    top: tuple[TokenProb, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One sampled token and the text that it released.
+
+    `text` may be empty (withheld for a stop string, or inside a character); `mid_character` says
+    that the text so far ends inside a UTF-8 sequence. `logprobs` is None when not asked for.
+    """
+
+    text: str
+    token_id: int
+    completion_tokens: int
+    mid_character: bool = False
+    logprobs: TokenLogprobs | None = None
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that was served.
+
+    `held_tokens` is what the slot now holds (prompt + generated - 1). `unsent_text` was withheld
+    when the budget ended. `stop_string` and `stop_token_id` say what matched. `truncated`: the
+    context filled or was shifted. `evaluated + cached = prompt` always holds.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    held_tokens: int
+    unsent_text: str
+    has_new_line: bool
+    truncated: bool
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that was not served. `error` is from `engine.errors`."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The last event of a request that its caller (or the server's end) cancelled."""
+
+    cause: CancelCause
+
+
+Event = Started | Progress | Chunk | Finished | Failed | Cancelled
+
+# Called once per step, on the engine thread, with (request id, event) in order of occurrence.
+EventSink = Callable[[Sequence[tuple[str, Event]]], None]
+
+
+class SlotState(Enum):
+    """What a slot does now."""
+
+    IDLE = "idle"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    TRANSFER = "transfer"
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """A slot as lists show it. `request` is the one it serves or served last (None: never used).
+
+    `held_tokens` are in its pages now; `evaluated_tokens`, `cached_tokens` and `decoded_tokens`
+    count for the running request and are 0 when idle. `remaining_tokens` -1 is unlimited or idle.
+    `task_id` counts requests admitted by this engine, from 0.
+    """
+
+    slot_id: int
+    state: SlotState
+    context_tokens: int
+    held_tokens: int
+    pages: int
+    evaluated_tokens: int
+    cached_tokens: int
+    decoded_tokens: int
+    remaining_tokens: int
+    has_new_line: bool
+    task_id: int
+    request: Request | None
+
+
+class PoolKind(Enum):
+    """The four pools of the design."""
+
+    KV = "kv"
+    SWA = "swa"
+    MAMBA = "mamba"
+    MOE_CACHE = "moe_cache"
+
+
+@dataclass(frozen=True)
+class PoolInfo:
+    """One pool in usable units (the sink is extra). `free + cached + pinned = size` when idle.
+
+    `used` counts units that a running request holds; `pinned` units that idle slots hold;
+    `cached` those only the prefix index holds. `unit_tokens` is 0 where a unit is no run of tokens.
+    """
+
+    kind: PoolKind
+    size: int
+    free: int
+    used: int
+    pinned: int
+    cached: int
+    floor: int
+    ceiling: int
+    unit_bytes: int
+    unit_tokens: int
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals since the start. Every metric and every usage figure comes from these."""
+
+    requests_started: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+    requests_refused: int = 0
+    prompt_tokens_evaluated: int = 0
+    prompt_tokens_cached: int = 0
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+    busy_slot_steps: int = 0
+    preemptions: int = 0
+    evicted_slots: int = 0
+    max_held_tokens: int = 0
+    compiles: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What lists and metrics read; published whole after each step, never changed."""
+
+    slots: tuple[SlotInfo, ...]
+    pools: tuple[PoolInfo, ...]
+    running: int
+    queued: int
+    queue_limit: int
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine is laid out. The service's flag table is the only thing that fills it.
+
+    `context_tokens` is the context of all slots together unless `unified`, when each slot may use
+    all of it; `page_tokens` is not a flag (tests use 16 and 64). `chunk_tokens` bounds the prompt
+    tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
+    prompt that a slot must hold to be chosen for it (0 turns that off).
+    """
+
+    context_tokens: int
+    num_slots: int = 4
+    unified: bool = True
+    page_tokens: int = 32
+    chunk_tokens: int = 512
+    kv_dtype: str = "f16"
+    kv_pages: int | None = None
+    slot_similarity: float = 0.1
+    queue_requests: int = 256
+    queue_bytes: int = 64 << 20
+    threads: int | None = None
+    compile_cache: str | None = None
