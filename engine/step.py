@@ -58,8 +58,13 @@ class RowLogits(Protocol):
         ...
 
     @property
+    def is_finite(self) -> bool:
+        """False if any logit is NaN or infinite: the caller fails that request alone."""
+        ...
+
+    @property
     def log_sum_exp(self) -> float:
-        """ln of the sum of exp over all logits."""
+        """Natural log of the sum of exp over all logits."""
         ...
 
     def top(self) -> tuple[IntArray, FloatArray]:
@@ -99,7 +104,7 @@ class Runner(Protocol):
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Evaluates a step; one entry per decode, then one for the chunk if there is one.
 
-        An entry is None where no logits were asked for, or where the row is not finite (the
-        caller then fails that request alone).
+        An entry is None where no logits were asked for. Raises whatever the device raises; the
+        caller then fails the requests of this batch and no others.
         """
         ...

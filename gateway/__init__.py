@@ -1,0 +1,1 @@
+"""The REST gateway: llama.cpp's HTTP contract over the stubs alone."""

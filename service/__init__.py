@@ -1,0 +1,1 @@
+"""The gRPC service: asyncio and grpc around the engine thread."""

@@ -1,0 +1,1 @@
+"""Bytes in: GGUF files, block formats, weights into the arena, tokenizer tables."""

@@ -1,0 +1,1 @@
+"""Matrix kernels behind one interface, with an XLA implementation."""

@@ -1,0 +1,1 @@
+"""Planner, pools and page allocator: integers on the host, arrays nowhere."""

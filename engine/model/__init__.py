@@ -1,0 +1,1 @@
+"""From architecture tables to pure functions over arrays."""

@@ -1,0 +1,1 @@
+"""Logits to tokens: llama.cpp's sampler chain on the host."""

@@ -1,0 +1,1 @@
+"""Slots: named handles on sequences that outlive a request."""

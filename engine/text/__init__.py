@@ -1,0 +1,1 @@
+"""Tokenizers, streaming text, chat templates."""
