@@ -1,0 +1,222 @@
+"""All matrices of a model in one array, ready to be handed to a device whole.
+
+`plan_arena` is arithmetic on the tensor table; `build_arena` allocates once and fills matrix after
+matrix in row pieces, giving the file's pages back as it goes, so that the model is in memory once.
+Which tensors a model has, and what they mean, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ModelFileError, NotSupported, UnsupportedModel
+from engine.gguf.blocks import FloatArray, dequantise
+from engine.gguf.encode import Bytes, Planes, encode_rows
+from engine.gguf.header import TensorInfo
+from engine.gguf.layouts import BLOCK_BYTES, Layout, layout_for, padded_rows
+from engine.gguf.reader import GgufFile
+
+Progress = Callable[[int, int], None]
+
+_PIECE_BYTES = 1 << 18  # Of the file: temporaries stay within a few MB and inside the L2 cache.
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Where a matrix lies: the first 64-byte block of each of its planes.
+
+    GGUF's orientation: rows are output features (of the embedding: tokens), cols input features.
+    `scales_block` and `offsets_block` are None where the layout has no such plane.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    layout: Layout
+    codes_block: int
+    scales_block: int | None
+    offsets_block: int | None
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Where each matrix will lie, and how much that takes."""
+
+    matrices: Mapping[str, Matrix]
+    num_blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return self.num_blocks * BLOCK_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class Arena:
+    """The matrices of a model.
+
+    Attributes:
+        data: uint8 [num_blocks, 64], C order, its first byte 64-byte aligned in memory.
+        matrices: Where each one lies, by tensor name.
+    """
+
+    data: Bytes
+    matrices: Mapping[str, Matrix]
+
+
+def plan_arena(file: GgufFile, names: Iterable[str]) -> ArenaPlan:
+    """Lays matrices out one after another.
+
+    Raises:
+        ModelFileError: A tensor is missing.
+        UnsupportedModel: A tensor is not a matrix, or of a type without a layout.
+    """
+    matrices: dict[str, Matrix] = {}
+    next_block = 0
+    for name in names:
+        rows, cols = _matrix_shape(file, _find(file, name))
+        layout = _matrix_layout(file, _find(file, name))
+        codes, scales, offsets = layout.plane_blocks(rows, cols)
+        matrices[name] = Matrix(
+            name,
+            rows,
+            cols,
+            layout,
+            codes_block=next_block,
+            scales_block=next_block + codes if scales else None,
+            offsets_block=next_block + codes + scales if offsets else None,
+        )
+        next_block += codes + scales + offsets
+    return ArenaPlan(MappingProxyType(matrices), next_block)
+
+
+def build_arena(file: GgufFile, names: Iterable[str], progress: Progress | None = None) -> Arena:
+    """Reads matrices into one new arena.
+
+    Args:
+        file: The open model; the pages that were read are given back.
+        names: The tensors to hold, each once.
+        progress: Called after each piece with (bytes of the file done, bytes in all).
+
+    Raises:
+        ModelFileError: A tensor is missing, or holds a scale that is not finite.
+        UnsupportedModel: A tensor is not a matrix, of a type without a layout, or memory is out.
+    """
+    plan = plan_arena(file, names)
+    arena = Arena(_allocate(plan, file.name), plan.matrices)
+    total = sum(file.tensors[name].nbytes for name in plan.matrices)
+    done = 0
+    for matrix in plan.matrices.values():
+        for piece_bytes in _fill(file, arena.data, matrix):
+            done += piece_bytes
+            if progress is not None:
+                progress(done, total)
+    return arena
+
+
+def read_vectors(file: GgufFile, names: Iterable[str]) -> dict[str, FloatArray]:
+    """Reads 1-D tensors (norms, biases, rope factors) as float32.
+
+    Raises:
+        ModelFileError: A tensor is missing.
+        UnsupportedModel: A tensor has more dimensions, or a type that is not a float's.
+    """
+    vectors: dict[str, FloatArray] = {}
+    for name in names:
+        info = _find(file, name)
+        if len(info.shape) != 1:
+            raise _unsupported(file, info, f"has shape {info.shape}, expected one dimension")
+        try:
+            vectors[name] = dequantise(info.ggml_type, file.raw(name), info.shape)
+        except NotSupported as error:
+            raise _unsupported(file, info, f"has type {info.ggml_type.name}") from error
+        file.release(name)
+    return vectors
+
+
+def _find(file: GgufFile, name: str) -> TensorInfo:
+    info = file.tensors.get(name)
+    if info is None:
+        raise ModelFileError(path=file.name, detail=f"tensor {name!r} is missing")
+    return info
+
+
+def _unsupported(file: GgufFile, info: TensorInfo, detail: str) -> UnsupportedModel:
+    return UnsupportedModel(path=file.name, detail=f"tensor {info.name!r} {detail}")
+
+
+def _matrix_shape(file: GgufFile, info: TensorInfo) -> tuple[int, int]:
+    if len(info.shape) != 2:
+        raise _unsupported(file, info, f"has shape {info.shape}, expected (rows, columns)")
+    return info.shape[0], info.shape[1]
+
+
+def _matrix_layout(file: GgufFile, info: TensorInfo) -> Layout:
+    layout = layout_for(info.ggml_type)
+    if layout is None:
+        raise _unsupported(file, info, f"has type {info.ggml_type.name}, which no layout holds")
+    return layout
+
+
+def _allocate(plan: ArenaPlan, file_name: str) -> Bytes:
+    try:
+        # Zeroed pages come from the kernel one by one as they are first written.
+        memory = np.zeros(plan.nbytes + BLOCK_BYTES - 1, np.uint8)
+    except MemoryError as error:
+        raise UnsupportedModel(
+            path=file_name, detail=f"its weights need {plan.nbytes} bytes, memory is out"
+        ) from error
+    start = -memory.ctypes.data % BLOCK_BYTES
+    return memory[start : start + plan.nbytes].reshape(plan.num_blocks, BLOCK_BYTES)
+
+
+def _fill(file: GgufFile, data: Bytes, matrix: Matrix) -> Iterable[int]:
+    """Encodes a matrix in place, yielding the bytes of the file that each piece took."""
+    info = file.tensors[matrix.name]
+    raw = file.raw(matrix.name).reshape(matrix.rows, -1)
+    row_bytes = raw.shape[1]
+    target = _target(data, matrix)
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for first in range(0, matrix.rows, step):
+        last = min(first + step, matrix.rows)
+        piece = encode_rows(info.ggml_type, matrix.layout, raw[first:last])
+        for plane, values in zip(target, piece, strict=True):
+            if plane is None or values is None:
+                continue
+            if values.dtype != np.uint8 and not np.isfinite(values).all():
+                raise ModelFileError(
+                    path=file.name,
+                    detail=f"tensor {matrix.name!r} has a block scale in rows {first} to "
+                    f"{last - 1} that is not a finite {matrix.layout.scale_dtype}",
+                )
+            plane[first:last] = values
+        file.release(matrix.name, first * row_bytes, last * row_bytes)
+        yield (last - first) * row_bytes
+
+
+def _target(data: Bytes, matrix: Matrix) -> Planes:
+    """The planes of a matrix as views into the arena, shaped as `encode_rows` returns them."""
+    layout = matrix.layout
+    groups = 1 if layout.group is None else matrix.cols // layout.group
+    rows = padded_rows(matrix.rows)
+
+    def view(first_block: int | None, row_bytes: int) -> npt.NDArray[Any] | None:
+        if first_block is None:
+            return None
+        start = first_block * BLOCK_BYTES
+        return data.reshape(-1)[start : start + rows * row_bytes].reshape(rows, groups, -1)
+
+    def numbers(first_block: int | None) -> npt.NDArray[Any] | None:
+        plane = view(first_block, layout.scale_row_bytes(matrix.cols))
+        dtype = np.float16 if layout.scale_dtype == "f16" else np.float32
+        return None if plane is None else plane.view(dtype)[..., 0]
+
+    codes = view(matrix.codes_block, layout.code_row_bytes(matrix.cols))
+    assert codes is not None
+    return Planes(codes, numbers(matrix.scales_block), numbers(matrix.offsets_block))
