@@ -1,0 +1,248 @@
+"""What surrounds every RPC: telemetry outermost, then the key check, then the error fence.
+
+Each interceptor turns a handler into a coroutine that writes to its context. The fence is the
+only code that ends a call with an error, and the only code that writes stream messages: a write
+that fails or stalls is thus seen by the coroutine that drives the servicer's generator, and the
+generator's `finally` runs at once, whichever way the stream died.
+
+Reflection needs a key exactly when other calls do; health is open so that probes need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from inspect import isasyncgen
+from typing import Any, cast
+
+import grpc
+from grpc_status import rpc_status
+
+from engine.errors import EngineError
+from service import telemetry
+from service.errors import (
+    ERROR_TABLE,
+    AdminOnly,
+    BadApiKey,
+    Internal,
+    StalledReader,
+    to_status,
+)
+from service.keys import Access, KeyRing
+from service.metrics import Metrics
+
+# grpc types a handler by its arity and its messages; here every one is treated alike.
+Context = grpc.aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+Handler = grpc.RpcMethodHandler[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
+ADMIN_METHODS = frozenset(
+    {
+        "/kvarts.v1.SlotService/SaveSlot",
+        "/kvarts.v1.SlotService/RestoreSlot",
+        "/kvarts.v1.SlotService/EraseSlot",
+        "/kvarts.v1.SlotService/DeleteSlotFile",
+        "/kvarts.v1.LoraService/SetAdapterScales",
+        "/kvarts.v1.LoraService/LoadAdapter",
+        "/kvarts.v1.LoraService/UnloadAdapter",
+        "/kvarts.v1.RebuildService/Rebuild",
+    }
+)
+
+_LOG = logging.getLogger("kvarts.service")
+_REQUESTS = logging.getLogger("kvarts.requests")
+
+
+class Telemetry(grpc.aio.ServerInterceptor):
+    """Names every call, then counts and logs how it ended (without its content)."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+
+    # The stub's signature demands that a handler comes back as it went in, message types and all.
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Wraps the handler of one call; an unknown method has none and stays grpc's to refuse."""
+        started_s = self._clock()
+        headers = _headers(handler_call_details)
+        named = headers.get("x-request-id", "")
+        record = telemetry.RpcRecord(
+            rpc=_short_name(handler_call_details.method),
+            request_id=named if telemetry.is_request_id(named) else telemetry.mint_request_id(),
+            trace_id=telemetry.trace_id(headers.get("traceparent")),
+        )
+        telemetry.begin(record)
+        handler = await continuation(handler_call_details)
+        return _wrapped(handler, lambda inner: self._measured(inner, record, started_s))
+
+    def _measured(
+        self, inner: Behaviour, record: telemetry.RpcRecord, started_s: float
+    ) -> Behaviour:
+        async def measured(request: Any, context: Context) -> Any:
+            own_id = getattr(request, "request_id", "")
+            if isinstance(own_id, str) and telemetry.is_request_id(own_id):
+                record.request_id = own_id
+            try:
+                await context.send_initial_metadata((("x-request-id", record.request_id),))
+                response = await inner(request, context)
+                record.code = "OK"
+                return response
+            finally:
+                self._finish(record, context, started_s)
+
+        return measured
+
+    def _finish(self, record: telemetry.RpcRecord, context: Context, started_s: float) -> None:
+        if record.code is None:
+            code = cast("object", context.code())
+            # Only the fence sets a code; a call that ends without one was left by its client.
+            record.code = code.name if isinstance(code, grpc.StatusCode) else "CANCELLED"
+        record.duration_s = round(self._clock() - started_s, 6)
+        self._metrics.observe_rpc(record.rpc, record.code, record.duration_s)
+        _REQUESTS.info("rpc", extra={"fields": record.fields()})
+
+
+class Auth(grpc.aio.ServerInterceptor):
+    """Lets a call through by its `authorization: Bearer` key."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Replaces the handler of a refused call by one that answers the refusal."""
+        method = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if method.split("/")[1] in OPEN_SERVICES:
+            return handler
+        grant = self._keys.judge(_bearer(_headers(handler_call_details)))
+        telemetry.current().tenant = grant.tenant
+        if grant.access is Access.ADMIN:
+            return handler
+        if grant.access is Access.USER and method not in ADMIN_METHODS:
+            return handler
+        refusal = BadApiKey() if grant.access is Access.NONE else AdminOnly(_short_name(method))
+        return _wrapped(handler, lambda _: _refusing(refusal))
+
+
+class Fence(grpc.aio.ServerInterceptor):
+    """Turns every failure into a status; nothing that is not in the error table leaves in text."""
+
+    def __init__(self, stall_limit_s: float) -> None:
+        self._stall_limit_s = stall_limit_s
+
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Wraps the servicer's own handler."""
+        handler = await continuation(handler_call_details)
+        return _wrapped(handler, lambda inner: _fenced(self._driven(inner)))
+
+    def _driven(self, inner: Behaviour) -> Behaviour:
+        async def driven(request: Any, context: Context) -> Any:
+            result: Any = inner(request, context)
+            if not isasyncgen(result):
+                return await result
+            messages = cast("AsyncGenerator[Any, None]", result)
+            async with aclosing(messages):
+                async for message in messages:
+                    await self._write(context, message)
+            return None
+
+        return driven
+
+    async def _write(self, context: Context, message: Any) -> None:
+        """Writes one message, giving up on a reader whose window stays closed for too long."""
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                await context.write(message)
+        except TimeoutError as error:
+            raise StalledReader(self._stall_limit_s) from error
+
+
+def _fenced(inner: Behaviour) -> Behaviour:
+    async def fenced(request: Any, context: Context) -> Any:
+        try:
+            return await inner(request, context)
+        except grpc.aio.BaseError:
+            # The transport failed under a write: there is nobody left to answer.
+            raise
+        except EngineError as error:
+            await _abort(context, error)
+        except Exception as error:
+            await _abort(context, _logged(error))
+
+    return fenced
+
+
+async def _abort(context: Context, error: EngineError) -> None:
+    if error.reason not in ERROR_TABLE:
+        error = _logged(error)
+    telemetry.current().reason = error.reason
+    # grpcio-status has no types.
+    status = rpc_status.to_status(to_status(error))  # pyright: ignore[reportUnknownMemberType]
+    await context.abort_with_status(status)
+
+
+def _logged(error: Exception) -> Internal:
+    """Logs a bug under a fresh id: its type and frames, not its text, which may quote a prompt."""
+    record = telemetry.current()
+    record.error_id = uuid.uuid4().hex[:12]
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    _LOG.error("error %s: %s\n%s", record.error_id, type(error).__qualname__, frames)
+    return Internal(record.error_id)
+
+
+def _refusing(error: EngineError) -> Behaviour:
+    async def refuse(request: Any, context: Context) -> Any:
+        raise error
+
+    return _fenced(refuse)
+
+
+def _wrapped(handler: Handler | None, wrap: Callable[[Behaviour], Behaviour]) -> Any:
+    """Returns the handler, of whatever arity, with its behaviour wrapped."""
+    if handler is None:
+        return None
+    inner, build = _arity(handler)
+    return build(wrap(inner), handler.request_deserializer, handler.response_serializer)
+
+
+def _arity(handler: Handler) -> tuple[Any, Any]:
+    if handler.unary_unary is not None:
+        return handler.unary_unary, grpc.unary_unary_rpc_method_handler
+    if handler.unary_stream is not None:
+        return handler.unary_stream, grpc.unary_stream_rpc_method_handler
+    if handler.stream_unary is not None:
+        return handler.stream_unary, grpc.stream_unary_rpc_method_handler
+    return handler.stream_stream, grpc.stream_stream_rpc_method_handler
+
+
+def _headers(details: grpc.HandlerCallDetails) -> dict[str, str]:
+    """The text headers of a call; of a repeated one the first, so that none can be overruled."""
+    headers: dict[str, str] = {}
+    for key, value in details.invocation_metadata:
+        if isinstance(value, str):
+            headers.setdefault(key, value)
+    return headers
+
+
+def _bearer(headers: dict[str, str]) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
+def _short_name(method: str) -> str:
+    """`/kvarts.v1.SlotService/ListSlots` as `SlotService/ListSlots`."""
+    service, _, name = method.strip("/").partition("/")
+    return f"{service.rpartition('.')[2]}/{name}"

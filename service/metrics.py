@@ -1,0 +1,187 @@
+"""Prometheus metrics: what calls cost, and what the engine's last snapshot says.
+
+Engine figures are read from the snapshot at the moment of a scrape, so that every figure that a
+client can see comes from the same counters and a second scraper changes nothing. Labels are
+closed sets; no label ever holds anything that a caller wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.types import CancelCause, Counters, PoolInfo, Snapshot
+
+_SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_LONG_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metrics:
+    """The registry of one server. Every duration is in seconds on a monotonic clock."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        info = Gauge("kvarts_build_info", "Constant 1.", ["version"], registry=self.registry)
+        info.labels(server_version()).set(1)
+        self._requests = Counter(
+            "kvarts_requests", "Calls ended.", ["rpc", "code"], registry=self.registry
+        )
+        self._cancelled = Counter(
+            "kvarts_cancelled", "Generations cancelled.", ["cause"], registry=self.registry
+        )
+        for cause in CancelCause:
+            self._cancelled.labels(cause.value)
+        self._durations = self._histogram("request", "One call, whole.", _LONG_BUCKETS, ["rpc"])
+        self._queue = self._histogram("queue", "Submission to admission.", _LONG_BUCKETS)
+        self._first_token = self._histogram(
+            "time_to_first_token", "Call to its first token.", _LONG_BUCKETS
+        )
+        self._inter_token = self._histogram("inter_token", "Token to token.", _SHORT_BUCKETS)
+
+    def observe_rpc(self, rpc: str, code: str, duration_s: float) -> None:
+        """Counts one call that ended with the status named `code`."""
+        self._requests.labels(rpc, code).inc()
+        self._durations.labels(rpc).observe(duration_s)
+
+    def observe_queue(self, queue_s: float) -> None:
+        """Counts the wait of one generation for its slot."""
+        self._queue.observe(queue_s)
+
+    def observe_first_token(self, ttft_s: float) -> None:
+        """Counts the wait of one call for its first token."""
+        self._first_token.observe(ttft_s)
+
+    def observe_inter_token(self, gap_s: float) -> None:
+        """Counts the time between two tokens of one generation."""
+        self._inter_token.observe(gap_s)
+
+    def count_cancelled(self, cause: CancelCause) -> None:
+        """Counts one generation that the engine ended early."""
+        self._cancelled.labels(cause.value).inc()
+
+    def watch(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Adds the engine's figures, read from `snapshot()` at each scrape."""
+        self.registry.register(EngineCollector(snapshot))
+
+    def _histogram(
+        self, name: str, doc: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
+    ) -> Histogram:
+        return Histogram(
+            f"kvarts_{name}_seconds", doc, list(labels), buckets=buckets, registry=self.registry
+        )
+
+
+class EngineCollector(Collector):
+    """The engine's counters and gauges as metric families."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns the families of one scrape, all from one snapshot."""
+        snapshot = self._snapshot()
+        yield from _counter_families(snapshot.counters)
+        yield _gauge("requests_running", "Generations in a slot.", snapshot.running)
+        yield _gauge("requests_queued", "Generations that wait.", snapshot.queued)
+        yield from _pool_families(snapshot.pools)
+
+
+class MetricsServer:
+    """The Prometheus text over HTTP, on a thread of its own; a context manager that closes it."""
+
+    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+        self._server, self._thread = start_http_server(port, host, metrics.registry)
+
+    @property
+    def port(self) -> int:
+        """The bound TCP port."""
+        return self._server.server_port
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def server_version() -> str:
+    """Returns the installed version, "0" when run from a tree that was never installed."""
+    try:
+        return version("kvarts")
+    except PackageNotFoundError:
+        return "0"
+
+
+def _counter_families(counters: Counters) -> Iterable[Metric]:
+    outcomes = _labelled("generations", "Generations by outcome.", "outcome")
+    outcomes.add_metric(["finished"], counters.requests_finished)
+    outcomes.add_metric(["failed"], counters.requests_failed)
+    outcomes.add_metric(["cancelled"], counters.requests_cancelled)
+    outcomes.add_metric(["refused"], counters.requests_refused)
+    yield outcomes
+    prompt = _labelled("prompt_tokens", "Prompt tokens by where they came from.", "source")
+    prompt.add_metric(["evaluated"], counters.prompt_tokens_evaluated)
+    prompt.add_metric(["cached"], counters.prompt_tokens_cached)
+    yield prompt
+    queried = counters.prompt_tokens_evaluated + counters.prompt_tokens_cached
+    yield _counter("generations_started", "Generations admitted.", counters.requests_started)
+    yield _counter("prefix_query_tokens", "Prompt tokens looked up for reuse.", queried)
+    yield _counter(
+        "prefix_hit_tokens", "Prompt tokens found for reuse.", counters.prompt_tokens_cached
+    )
+    yield _counter("generated_tokens", "Tokens sampled.", counters.generated_tokens)
+    yield _counter("prefill_seconds", "Time in prompt evaluation.", counters.prefill_s)
+    yield _counter("decode_seconds", "Time in token generation.", counters.decode_s)
+    yield _counter("steps", "Engine steps.", counters.steps)
+    yield _counter("busy_slot_steps", "Busy slots summed over steps.", counters.busy_slot_steps)
+    yield _counter("preemptions", "Rows put back in the queue.", counters.preemptions)
+    yield _counter("evicted_slots", "Idle slots emptied for room.", counters.evicted_slots)
+    yield _counter("compiles", "Programs compiled.", counters.compiles)
+
+
+def _pool_families(pools: Iterable[PoolInfo]) -> Iterable[Metric]:
+    units = GaugeMetricFamily(
+        "kvarts_pool_units", "Units by what holds them.", labels=["pool", "state"]
+    )
+    sizes = GaugeMetricFamily("kvarts_pool_bytes", "Bytes of all usable units.", labels=["pool"])
+    for pool in pools:
+        name = pool.kind.value
+        units.add_metric([name, "free"], pool.free)
+        units.add_metric([name, "used"], pool.used)
+        units.add_metric([name, "pinned"], pool.pinned)
+        units.add_metric([name, "cached"], pool.cached)
+        sizes.add_metric([name], pool.size * pool.unit_bytes)
+    yield units
+    yield sizes
+
+
+def _gauge(name: str, doc: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvarts_{name}", doc, value=value)
+
+
+def _counter(name: str, doc: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvarts_{name}", doc, value=value)
+
+
+def _labelled(name: str, doc: str, label: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvarts_{name}", doc, labels=[label])
