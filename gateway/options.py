@@ -50,7 +50,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         chat_template_kwargs: default extra variables of the chat template.
         is_verbose: answers carry `__verbose` unless a request says otherwise.
         log_format: `text` or `json`.
-        log_level: `debug`, `info`, `warning` or `error`.
+        log_level: `debug`, `info`, `warning`, `error` or `off`.
     """
 
     service: str

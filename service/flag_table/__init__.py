@@ -1,0 +1,30 @@
+"""Every flag and variable that Kvarts reads, one row each, by topic.
+
+Source: llama.cpp, common/arg.cpp, for names, variables, defaults and ranges of the peer's flags.
+"""
+
+from __future__ import annotations
+
+from service.flag_table.deferred import DEFERRED
+from service.flag_table.ignored import IGNORED
+from service.flag_table.model import CONTEXT, MODEL, REQUEST
+from service.flag_table.refused import REFUSED
+from service.flag_table.sampling import SAMPLING
+from service.flag_table.serving import ACCESS, GRPC, HTTP, LOGS, VARIABLES
+
+FLAGS = (
+    *MODEL,
+    *CONTEXT,
+    *REQUEST,
+    *SAMPLING,
+    *GRPC,
+    *HTTP,
+    *ACCESS,
+    *LOGS,
+    *IGNORED,
+    *DEFERRED,
+    *REFUSED,
+    *VARIABLES,
+)
+
+__all__ = ["FLAGS"]

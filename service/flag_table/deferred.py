@@ -1,0 +1,121 @@
+"""Flags whose feature is planned but not there: they end the start, naming the feature.
+
+A row's neutral values mean what the server does anyway, and pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.flag_values import SWITCH, TEXT, Kind, choice, integer
+from service.flags import Flag, Verdict
+
+_ADAPTERS = "LoRA adapters"
+_EMBEDDING = "embeddings and reranking"
+_REASONING = "separating a model's reasoning from its answer"
+_GRAMMAR = "grammars"
+
+
+def _later(
+    feature: str,
+    *names: str,
+    kind: Kind = TEXT,
+    off: tuple[str, ...] = (),
+    variable: str | None = None,
+    neutral: tuple[Any, ...] = (),
+) -> Flag:
+    return Flag(
+        names,
+        kind,
+        dest="later",
+        off_names=off,
+        verdict=Verdict.LATER,
+        note=feature,
+        variable=variable,
+        neutral=(False, *neutral) if kind is SWITCH else neutral,
+    )
+
+
+DEFERRED = (
+    _later(
+        "a context limit per slot",
+        "--kv-unified-per-slot",
+        variable="LLAMA_ARG_KV_UNIFIED_PER_SLOT",
+    ),
+    _later(
+        "shifting a full context",
+        "--context-shift",
+        kind=SWITCH,
+        off=("--no-context-shift",),
+        variable="LLAMA_ARG_CONTEXT_SHIFT",
+    ),
+    _later(
+        "reuse of moved chunks",
+        "--cache-reuse",
+        kind=integer(0),
+        variable="LLAMA_ARG_CACHE_REUSE",
+        neutral=(0,),
+    ),
+    _later("slot files", "--slot-save-path"),
+    _later("fill-in-the-middle", "--spm-infill", kind=SWITCH),
+    _later(_ADAPTERS, "--lora"),
+    _later(_ADAPTERS, "--lora-scaled"),
+    _later(_ADAPTERS, "--lora-init-without-apply", kind=SWITCH),
+    _later(
+        _EMBEDDING,
+        "--embedding",
+        "--embeddings",
+        kind=SWITCH,
+        variable="LLAMA_ARG_EMBEDDINGS",
+    ),
+    _later(
+        _EMBEDDING,
+        "--rerank",
+        "--reranking",
+        kind=SWITCH,
+        variable="LLAMA_ARG_RERANKING",
+    ),
+    _later(_EMBEDDING, "--pooling", variable="LLAMA_ARG_POOLING"),
+    _later(_EMBEDDING, "--embd-normalize", kind=integer(-1), neutral=(2,)),
+    _later(
+        _REASONING,
+        "--reasoning-format",
+        kind=choice("auto", "deepseek", "deepseek-legacy", "none"),
+        variable="LLAMA_ARG_THINK",
+        neutral=("auto", "deepseek"),
+    ),
+    _later(
+        _REASONING,
+        "-rea",
+        "--reasoning",
+        kind=choice("auto", "on", "off"),
+        variable="LLAMA_ARG_REASONING",
+        neutral=("auto",),
+    ),
+    _later(_REASONING, "--reasoning-effort", variable="LLAMA_ARG_REASONING_EFFORT"),
+    _later(
+        _REASONING,
+        "--reasoning-budget",
+        kind=integer(-1),
+        variable="LLAMA_ARG_THINK_BUDGET",
+        neutral=(-1,),
+    ),
+    _later(
+        _REASONING,
+        "--reasoning-budget-message",
+        variable="LLAMA_ARG_THINK_BUDGET_MESSAGE",
+        neutral=("",),
+    ),
+    _later(
+        "parsing of tool calls out of answers",
+        "--skip-chat-parsing",
+        kind=SWITCH,
+        off=("--no-skip-chat-parsing",),
+        variable="LLAMA_ARG_SKIP_CHAT_PARSING",
+    ),
+    _later(_GRAMMAR, "--grammar", neutral=("",)),
+    _later(_GRAMMAR, "--grammar-file"),
+    _later(_GRAMMAR, "-j", "--json-schema"),
+    _later(_GRAMMAR, "-jf", "--json-schema-file"),
+    _later("sleeping when idle", "--sleep-idle-seconds", kind=integer(-1), neutral=(-1,)),
+)

@@ -1,0 +1,379 @@
+"""What the service is told at its start: frozen values, built from a parsed command line.
+
+Checks here are those that need two flags, a file, or the default of a folder; single values were
+checked by the table. The gateway's half leaves as plain JSON, because the service must not import
+the gateway; `gateway.options.GatewayOptions` is what reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from engine.types import EngineConfig, Mirostat, SamplingParams
+from service.flag_values import BadValue, unescape
+from service.flags import FlagError, Parsed
+
+SERVICE_PORT = 50051
+_DEFAULT_SLOTS = 4
+_VERBOSE = 10
+_MAX_TEXT_BYTES = 1 << 20
+
+_SAMPLING_FIELDS = (
+    "seed",
+    "temperature",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "repeat_last_n",
+    "repeat_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "adaptive_target",
+    "adaptive_decay",
+    "logit_bias",
+    "samplers",
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the model comes from; neither path nor repository is the default model.
+
+    `cache_dir` holds what Kvarts fetches itself, `hub_dir` is the Hugging Face cache.
+    """
+
+    path: str | None
+    hf_repo: str | None
+    hf_file: str | None
+    is_offline: bool
+    cache_dir: Path
+    hub_dir: Path
+    hf_token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of a server; with `client_ca_file` clients must show a certificate."""
+
+    cert_file: str
+    key_file: str
+    client_ca_file: str | None
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """What a request gets where it is silent.
+
+    `sampling_given` names the fields of `sampling` that somebody set; for the others the model
+    file's own preferences come first. `max_tokens` None is no limit.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling_given: frozenset[str] = frozenset()
+    max_tokens: int | None = None
+    n_keep: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    cache_prompt: bool = True
+    render_special: bool = False
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """Everything that the service process can be told.
+
+    Attributes:
+        model: where the model comes from.
+        engine: the layout; `context_tokens` 0 is the model's training context.
+        defaults: see `RequestDefaults`.
+        aliases: names of the model, the first is shown; empty is the file's own name.
+        tags: shown with the model.
+        grpc_host: address of the public door.
+        grpc_port: its port, 0 for a free one; None keeps it closed.
+        private_socket: Unix socket that the own gateway uses, beside the public door.
+        metrics_port: port of Prometheus metrics on `grpc_host`; None serves none.
+        api_keys: any of them opens the service; empty leaves it open.
+        admin_key: alone opens what changes slots, adapters and pools, if set.
+        tls: certificate of the public door; None is plain text.
+        shutdown_timeout_s: grace of running requests after the first signal.
+        device: `auto` or `cpu`.
+        pre_override: pre-tokenizer instead of the file's.
+        chat_template: Jinja source instead of the file's.
+        log_format: `text` or `json`.
+        log_level: `debug`, `info`, `warning`, `error` or `off`.
+        log_file: also log there.
+    """
+
+    model: ModelSource
+    engine: EngineConfig
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int | None = None
+    private_socket: str | None = None
+    metrics_port: int | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
+    shutdown_timeout_s: float = 2.0
+    device: str = "auto"
+    pre_override: str | None = None
+    chat_template: str | None = None
+    log_format: str = "text"
+    log_level: str = "info"
+    log_file: str | None = None
+
+
+def service_options(parsed: Parsed) -> ServiceOptions:
+    """Builds the service's half.
+
+    Raises:
+        FlagError: flags contradict each other, or a file that one names cannot be used.
+    """
+    cache_dir = _cache_dir(parsed)
+    return ServiceOptions(
+        model=_model_source(parsed, cache_dir),
+        engine=_engine_config(parsed, cache_dir),
+        defaults=_request_defaults(parsed),
+        aliases=parsed["aliases"],
+        tags=parsed["tags"],
+        grpc_host=parsed["grpc_host"],
+        grpc_port=parsed["grpc_port"],
+        metrics_port=parsed["metrics_port"],
+        api_keys=_api_keys(parsed),
+        admin_key=parsed["admin_key"],
+        tls=_tls(parsed),
+        shutdown_timeout_s=parsed["shutdown_timeout_s"],
+        device="auto" if parsed["device"] == "auto" else "cpu",
+        pre_override=parsed["pre_override"],
+        chat_template=_chat_template(parsed),
+        log_format=_log_format(parsed),
+        log_level=_log_level(parsed),
+        log_file=parsed["log_file"],
+    )
+
+
+def gateway_options(parsed: Parsed, service: str) -> bytes:
+    """Builds the line of JSON that the gateway reads; `service` is the address to call.
+
+    Raises:
+        FlagError: flags contradict each other, or a file that one names cannot be used.
+    """
+    keys = _api_keys(parsed)
+    tls = _tls(parsed)
+    prefix = cast("str", parsed["api_prefix"]).rstrip("/")
+    if prefix and not prefix.startswith("/"):
+        raise FlagError(f"--api-prefix {prefix!r}: must start with /")
+    hosts = parsed["hosts"]
+    if not hosts:
+        raise FlagError("--host: needs at least one address")
+    template_kwargs = {"preserve_reasoning": parsed["preserve_reasoning"]}
+    document: dict[str, Any] = {
+        "service": service,
+        "service_key": keys[0] if keys else parsed["admin_key"],
+        "hosts": hosts,
+        "port": parsed["port"],
+        "api_keys": keys,
+        "api_prefix": prefix,
+        "static_path": parsed["static_path"],
+        "timeout_s": parsed["timeout_s"],
+        "shutdown_timeout_s": parsed["shutdown_timeout_s"],
+        "sse_ping_interval_s": parsed["sse_ping_interval_s"],
+        "cors_origins": parsed["cors_origins"],
+        "cors_methods": parsed["cors_methods"],
+        "cors_headers": parsed["cors_headers"],
+        "cors_credentials": parsed["cors_credentials"],
+        "has_metrics": parsed["has_metrics"],
+        "has_props": parsed["has_props"],
+        "has_slots": parsed["has_slots"],
+        "has_ui": parsed["has_ui"],
+        "ssl_cert_file": tls.cert_file if tls else None,
+        "ssl_key_file": tls.key_file if tls else None,
+        "ssl_client_ca_file": tls.client_ca_file if tls else None,
+        "aliases": parsed["aliases"],
+        "tags": parsed["tags"],
+        "use_jinja": parsed["use_jinja"],
+        "prefill_assistant": parsed["prefill_assistant"],
+        "chat_template_kwargs": template_kwargs | parsed["chat_template_kwargs"],
+        "is_verbose": _is_verbose(parsed),
+        "log_format": _log_format(parsed),
+        "log_level": _log_level(parsed),
+    }
+    return json.dumps(document).encode() + b"\n"
+
+
+def config_file_paths(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where llama.cpp's `config.ini` may lie, weakest first."""
+    home = environ.get("XDG_CONFIG_HOME", "").strip()
+    user = Path(home) if home else Path.home() / ".config"
+    return Path("/etc/llama.cpp/config.ini"), user / "llama.cpp" / "config.ini"
+
+
+def _cache_dir(parsed: Parsed) -> Path:
+    if parsed["cache_dir"]:
+        return Path(parsed["cache_dir"]).expanduser()
+    home = parsed["xdg_cache_home"]
+    return (Path(home) if home else Path.home() / ".cache") / "kvarts"
+
+
+def _hub_dir(parsed: Parsed) -> Path:
+    for dest in ("llama_cache", "hf_hub_cache", "huggingface_hub_cache"):
+        if parsed[dest]:
+            return Path(parsed[dest]).expanduser()
+    if parsed["hf_home"]:
+        return Path(parsed["hf_home"]).expanduser() / "hub"
+    home = parsed["xdg_cache_home"]
+    return (Path(home) if home else Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def _model_source(parsed: Parsed, cache_dir: Path) -> ModelSource:
+    if parsed["hf_file"] and not parsed["hf_repo"]:
+        raise FlagError("--hf-file: needs --hf-repo, the repository that the file is in")
+    return ModelSource(
+        path=parsed["model"],
+        hf_repo=parsed["hf_repo"],
+        hf_file=parsed["hf_file"],
+        is_offline=parsed["offline"],
+        cache_dir=cache_dir,
+        hub_dir=_hub_dir(parsed),
+        hf_token=parsed["hf_token"],
+    )
+
+
+def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
+    if parsed["cache_type_k"] != parsed["cache_type_v"]:
+        raise FlagError(
+            f"-ctk {parsed['cache_type_k']} and -ctv {parsed['cache_type_v']}: "
+            "keys and values have one type"
+        )
+    compile_cache = parsed["compile_cache"] or str(cache_dir / "xla")
+    slots = parsed["num_slots"]
+    is_automatic = slots == -1
+    unified = parsed["unified"]
+    return EngineConfig(
+        context_tokens=parsed["context_tokens"],
+        num_slots=_DEFAULT_SLOTS if is_automatic else slots,
+        unified=is_automatic if unified is None else unified,
+        chunk_tokens=min(parsed["batch_tokens"], parsed["ubatch_tokens"]),
+        kv_dtype=parsed["cache_type_k"],
+        kv_pages=parsed["kv_pages"],
+        slot_similarity=parsed["slot_similarity"],
+        queue_requests=parsed["queue_requests"],
+        queue_bytes=parsed["queue_bytes"],
+        threads=None if parsed["threads"] == -1 else parsed["threads"],
+        compile_cache=None if compile_cache == "off" else compile_cache,
+    )
+
+
+def _request_defaults(parsed: Parsed) -> RequestDefaults:
+    given = parsed.given.intersection(_SAMPLING_FIELDS)
+    sampling = {name: parsed[name] for name in given}
+    if "top_k" in sampling:
+        sampling["top_k"] = max(sampling["top_k"], 0)
+    if "mirostat" in sampling:
+        sampling["mirostat"] = Mirostat(sampling["mirostat"])
+    if sampling.get("dry_base", 1) < 1:
+        del sampling["dry_base"]
+    if "dry_sequence_breakers" in sampling:
+        breakers = [b for b in sampling["dry_sequence_breakers"] if b != "none"]
+        sampling["dry_sequence_breakers"] = _unescaped(parsed, breakers, "--dry-sequence-breaker")
+    return RequestDefaults(
+        sampling=SamplingParams(**sampling),
+        sampling_given=frozenset(sampling),
+        max_tokens=None if parsed["max_tokens"] == -1 else parsed["max_tokens"],
+        n_keep=parsed["n_keep"],
+        stop=_unescaped(parsed, parsed["stop"], "--reverse-prompt"),
+        ignore_eos=bool(parsed["ignore_eos"]),
+        cache_prompt=parsed["cache_prompt"],
+        render_special=parsed["render_special"],
+    )
+
+
+def _unescaped(parsed: Parsed, texts: list[str] | tuple[str, ...], flag: str) -> tuple[str, ...]:
+    if not parsed["escapes"]:
+        return tuple(texts)
+    try:
+        return tuple(unescape(text) for text in texts)
+    except BadValue as bad:
+        raise FlagError(f"{flag}: {bad}") from None
+
+
+def _api_keys(parsed: Parsed) -> tuple[str, ...]:
+    keys = [key for group in parsed["api_keys"] for key in group]
+    if parsed["api_key_file"]:
+        lines = _read_text(parsed["api_key_file"], "--api-key-file").splitlines()
+        keys += [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise FlagError(f"--api-key-file {parsed['api_key_file']}: holds no key")
+    return tuple(dict.fromkeys(keys))
+
+
+def _tls(parsed: Parsed) -> TlsFiles | None:
+    cert, key, ca = parsed["ssl_cert_file"], parsed["ssl_key_file"], parsed["ssl_client_ca_file"]
+    if not cert and not key:
+        if ca:
+            raise FlagError("--ssl-client-ca-file: needs --ssl-cert-file and --ssl-key-file")
+        return None
+    if not cert or not key:
+        raise FlagError("--ssl-cert-file and --ssl-key-file: each needs the other")
+    for flag, name in (("--ssl-cert-file", cert), ("--ssl-key-file", key)):
+        _read_text(name, flag)
+    if ca:
+        _read_text(ca, "--ssl-client-ca-file")
+    return TlsFiles(cert, key, ca)
+
+
+def _chat_template(parsed: Parsed) -> str | None:
+    if parsed["chat_template_file"]:
+        return _read_text(parsed["chat_template_file"], "--chat-template-file")
+    return parsed["chat_template"]
+
+
+def _read_text(name: str, flag: str) -> str:
+    try:
+        with open(name, "rb") as file:
+            raw = file.read(_MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise FlagError(f"{flag} {name}: {error.strerror}") from None
+    if len(raw) > _MAX_TEXT_BYTES:
+        raise FlagError(f"{flag} {name}: is larger than {_MAX_TEXT_BYTES} bytes")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise FlagError(f"{flag} {name}: is not UTF-8") from None
+
+
+def _is_verbose(parsed: Parsed) -> bool:
+    return parsed["is_verbose"] or parsed["verbosity"] >= _VERBOSE
+
+
+def _log_format(parsed: Parsed) -> str:
+    return "json" if parsed["log_jsonl"] else parsed["log_format"]
+
+
+def _log_level(parsed: Parsed) -> str:
+    if parsed["log_disabled"]:
+        return "off"
+    if _is_verbose(parsed):
+        return "debug"
+    levels = {0: "error", 1: "error", 2: "warning", 3: "info"}
+    return levels.get(parsed["verbosity"], "debug")
