@@ -179,6 +179,7 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
         FlagError: flags contradict each other, or a file that one names cannot be used.
     """
     keys = _api_keys(parsed)
+    admin_key = parsed["admin_key"]
     tls = _tls(parsed)
     prefix = cast("str", parsed["api_prefix"]).rstrip("/")
     if prefix and not prefix.startswith("/"):
@@ -189,10 +190,10 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
     template_kwargs = {"preserve_reasoning": parsed["preserve_reasoning"]}
     document: dict[str, Any] = {
         "service": service,
-        "service_key": keys[0] if keys else parsed["admin_key"],
+        "service_key": keys[0] if keys else admin_key,
         "hosts": hosts,
         "port": parsed["port"],
-        "api_keys": keys,
+        "api_keys": (*keys, admin_key) if keys and admin_key else keys,
         "api_prefix": prefix,
         "static_path": parsed["static_path"],
         "timeout_s": parsed["timeout_s"],
