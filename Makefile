@@ -1,0 +1,77 @@
+# Everything sets itself up: `make serve` and `make test` need python3.11+ and make, nothing else.
+VENV ?= .venv
+PORT ?= 8080
+GRPC_PORT ?= 50051
+SHARED ?= ../shared
+ARGS ?=
+UV := $(shell command -v uv 2>/dev/null)
+# The first that runs and is new enough; a version manager's stand-in may exist and not run.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+READY := $(VENV)/.ready
+CODE := engine service gateway tests
+PROTOS := $(wildcard proto/kvarts/v1/*.proto)
+
+.PHONY: setup serve test check lint type format proto accept e2e bench nightly device breaking clean
+
+setup: $(READY)
+	$(PY) -m service.fetch
+
+# An editable install builds the stubs beside the .proto files.
+$(READY): pyproject.toml $(PROTOS)
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or newer" >&2; exit 1; }
+	test -x $(PY) || $(if $(UV),uv venv --seed --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
+	$(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --quiet) --editable '.[dev]'
+	touch $(READY)
+
+serve: setup
+	$(BIN)/kvarts-server --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
+
+test: setup
+	$(PY) -m pytest -m "not slow and not device" $(ARGS)
+
+check: lint type test
+
+lint: $(READY)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/buf lint proto
+	$(BIN)/lint-imports
+
+type: $(READY)
+	$(BIN)/pyright --pythonpath $(PY)
+
+format: $(READY)
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/buf format --write proto
+
+proto: $(READY)
+	$(PY) -m pip install --quiet --no-deps --editable .
+
+accept: setup
+	$(PY) -m tests.accept $(SHARED)
+
+e2e: setup
+	$(PY) -m pytest -m slow $(ARGS)
+
+bench: setup
+	$(PY) -m tests.bench $(ARGS)
+
+nightly: setup
+	$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
+
+# 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.
+device: setup
+	$(PY) -m pytest -m device $(ARGS) || test $$? -eq 5
+
+breaking: $(READY)
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { echo "no tag yet: nothing to compare with"; exit 0; }; \
+	$(BIN)/buf breaking proto --against ".git#tag=$$tag,subdir=proto"
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f proto/kvarts/v1/*_pb2*.py proto/kvarts/v1/*_pb2*.pyi
+	find $(CODE) -name __pycache__ -type d -exec rm -rf {} +
