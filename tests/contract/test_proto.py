@@ -1,0 +1,335 @@
+"""The contracts: linted, documented, generated from what lies beside them, in step with the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
+from kvarts.v1 import (
+    error_reason_pb2,
+    generation_pb2,
+    model_pb2,
+    rebuild_pb2,
+    slot_pb2,
+)
+
+from engine import errors, types
+from service.errors import ERROR_TABLE
+
+_PROTO = Path(__file__).parents[2] / "proto"
+_FILES = sorted(path.stem for path in (_PROTO / "kvarts" / "v1").glob("*.proto"))
+
+_NUMBERS = {
+    FieldDescriptor.CPPTYPE_FLOAT,
+    FieldDescriptor.CPPTYPE_DOUBLE,
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+}
+
+
+def _buf(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs the `buf` of this environment, which needs no network for local modules."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("buf", path=path)
+    assert program is not None, "buf is missing: install the extra 'dev'"
+    return subprocess.run([program, *arguments], cwd=_PROTO, capture_output=True, check=False)
+
+
+def _loaded(stem: str) -> FileDescriptor:
+    module = importlib.import_module(f"kvarts.v1.{stem}_pb2")
+    return module.DESCRIPTOR
+
+
+def _nested(message: Descriptor) -> Iterator[Descriptor]:
+    yield message
+    for inner in message.nested_types:
+        yield from _nested(inner)
+
+
+def _messages() -> Iterator[Descriptor]:
+    for stem in _FILES:
+        for message in _loaded(stem).message_types_by_name.values():
+            yield from _nested(message)
+
+
+def _fields() -> Iterator[FieldDescriptor]:
+    for message in _messages():
+        if not message.GetOptions().map_entry:
+            yield from message.fields
+
+
+def _values(descriptor: EnumDescriptor, prefix: str) -> set[str]:
+    """The names of an enum without its prefix and without the zero value."""
+    names = {name.removeprefix(prefix) for name in descriptor.values_by_name}
+    return names - {"UNSPECIFIED"}
+
+
+def _without_generated(proto: descriptor_pb2.FileDescriptorProto) -> bytes:
+    """A file's declarations alone: compilers differ in whether they add positions and JSON names."""
+    proto.ClearField("source_code_info")
+    proto.DiscardUnknownFields()
+    pending = list(proto.message_type)
+    while pending:
+        message = pending.pop()
+        pending.extend(message.nested_type)
+        for field in message.field:
+            field.ClearField("json_name")
+    return proto.SerializeToString(deterministic=True)
+
+
+def test_buf_lint_finds_nothing() -> None:
+    # STANDARD, and COMMENTS: every message, field, enum, value, oneof, service and RPC has one.
+    result = _buf("lint")
+
+    assert result.returncode == 0, result.stdout.decode()
+
+
+def test_lint_rules_include_comments() -> None:
+    rules = _buf("config", "ls-lint-rules", "--configured-only").stdout.decode()
+
+    for rule in ("FIELD", "MESSAGE", "ENUM", "ENUM_VALUE", "ONEOF", "RPC", "SERVICE"):
+        assert f"COMMENT_{rule} " in rules
+
+
+def test_buf_format_changes_nothing() -> None:
+    result = _buf("format", "--diff", "--exit-code")
+
+    assert result.returncode == 0, result.stdout.decode()
+
+
+def test_stubs_are_those_of_the_proto_files() -> None:
+    result = _buf("build", "--exclude-imports", "-o", "-")
+    assert result.returncode == 0, result.stderr.decode()
+    built = descriptor_pb2.FileDescriptorSet.FromString(result.stdout)
+
+    assert {file.name for file in built.file} == {f"kvarts/v1/{stem}.proto" for stem in _FILES}
+    for file in built.file:
+        stub = descriptor_pb2.FileDescriptorProto()
+        _loaded(Path(file.name).stem).CopyToProto(stub)
+        assert _without_generated(stub) == _without_generated(file), f"{file.name}: stubs are stale"
+
+
+@pytest.mark.parametrize("stem", _FILES)
+def test_typed_stubs_lie_beside_each_file(stem: str) -> None:
+    folder = Path(_loaded(stem).name).parent
+
+    for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"):
+        assert (_PROTO / folder / f"{stem}{suffix}").is_file()
+
+
+def test_all_services_are_there() -> None:
+    services = {
+        name: set(service.methods_by_name)
+        for stem in _FILES
+        for name, service in _loaded(stem).services_by_name.items()
+    }
+
+    assert services == {
+        "GenerationService": {"Generate"},
+        "TokenizationService": {"Tokenize", "Detokenize", "ApplyChatTemplate"},
+        "EmbeddingService": {"Embed"},
+        "ModelService": {"GetModel", "GetServerInfo"},
+        "SlotService": {
+            "ListSlots",
+            "SaveSlot",
+            "RestoreSlot",
+            "EraseSlot",
+            "ListSlotFiles",
+            "DeleteSlotFile",
+        },
+        "LoraService": {"ListAdapters", "SetAdapterScales", "LoadAdapter", "UnloadAdapter"},
+        "RebuildService": {"GetPools", "Rebuild"},
+    }
+
+
+def test_only_generate_streams() -> None:
+    streams = [
+        method.full_name
+        for stem in _FILES
+        for service in _loaded(stem).services_by_name.values()
+        for method in service.methods
+        if method.server_streaming or method.client_streaming
+    ]
+
+    assert streams == ["kvarts.v1.GenerationService.Generate"]
+
+
+def test_every_engine_reason_is_an_error_reason() -> None:
+    known = _values(error_reason_pb2.ErrorReason.DESCRIPTOR, "ERROR_REASON_")
+    raised = {
+        value.reason
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.EngineError)
+    }
+
+    assert len(raised) > 10
+    assert raised <= known
+
+
+def test_every_reason_of_the_error_table_is_an_error_reason() -> None:
+    assert set(ERROR_TABLE) <= _values(error_reason_pb2.ErrorReason.DESCRIPTOR, "ERROR_REASON_")
+
+
+def test_required_ids_have_presence() -> None:
+    # Zero is a legal id: without presence, an empty EraseSlotRequest would erase slot 0.
+    ids = {
+        message.name: field
+        for message in _messages()
+        for field in message.fields
+        if field.name == "adapter_id"
+        or (field.name == "slot_id" and message.name.endswith("Request"))
+    }
+
+    assert set(ids) == {
+        "GenerateRequest",
+        "SaveSlotRequest",
+        "RestoreSlotRequest",
+        "EraseSlotRequest",
+        "AdapterScale",
+        "UnloadAdapterRequest",
+    }
+    assert [name for name, field in ids.items() if not field.has_presence] == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [generation_pb2.SamplingParams.DESCRIPTOR, rebuild_pb2.PoolSizes.DESCRIPTOR],
+    ids=lambda message: message.name,
+)
+def test_numbers_whose_zero_means_something_have_presence(message: Descriptor) -> None:
+    numbers = [field for field in message.fields if field.cpp_type in _NUMBERS]
+
+    assert numbers
+    assert [field.name for field in numbers if not field.has_presence] == []
+
+
+def test_sizes_and_counts_have_the_agreed_types() -> None:
+    wrong = [
+        field.full_name
+        for field in _fields()
+        if (
+            field.name.endswith("_bytes")
+            and field.type
+            not in {
+                FieldDescriptor.TYPE_UINT64,
+                FieldDescriptor.TYPE_INT64,
+            }
+        )
+        or (
+            field.name.endswith("_id")
+            and field.type
+            not in {
+                FieldDescriptor.TYPE_UINT32,
+                FieldDescriptor.TYPE_UINT64,
+                FieldDescriptor.TYPE_STRING,
+            }
+        )
+    ]
+
+    assert wrong == []
+
+
+def test_a_budget_can_be_negative() -> None:
+    budgets = [field for field in _fields() if field.name == "budget_bytes"]
+
+    assert budgets
+    assert {field.type for field in budgets} == {FieldDescriptor.TYPE_INT64}
+
+
+@pytest.mark.parametrize(
+    ("engine_enum", "descriptor", "prefix"),
+    [
+        (types.Sampler, generation_pb2.Sampler.DESCRIPTOR, "SAMPLER_"),
+        (types.Mirostat, generation_pb2.Mirostat.DESCRIPTOR, "MIROSTAT_"),
+        (types.FinishReason, generation_pb2.FinishReason.DESCRIPTOR, "FINISH_REASON_"),
+        (types.CacheSource, generation_pb2.CacheSource.DESCRIPTOR, "CACHE_SOURCE_"),
+        (types.SlotState, slot_pb2.SlotState.DESCRIPTOR, "SLOT_STATE_"),
+        (types.PoolKind, rebuild_pb2.PoolKind.DESCRIPTOR, "POOL_KIND_"),
+    ],
+)
+def test_enums_agree_with_the_engine(
+    engine_enum: type[enum.Enum], descriptor: EnumDescriptor, prefix: str
+) -> None:
+    assert _values(descriptor, prefix) == {member.name for member in engine_enum}
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    """The contract's name of an engine field: seconds become Durations."""
+    if name in names:
+        return names[name]
+    return name.removesuffix("_s") + "_duration" if name.endswith("_s") else name
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "descriptor", "names", "engine_only"),
+    [
+        (types.SamplingParams, generation_pb2.SamplingParams.DESCRIPTOR, {}, set[str]()),
+        (
+            types.Request,
+            generation_pb2.GenerateRequest.DESCRIPTOR,
+            {"prompt": "tokens", "time_limit_s": "time_limit", "progress": "return_progress"},
+            # A deadline is the call's, a tenant the key's; the echo is `annotation`.
+            {"deadline_s", "tenant"},
+        ),
+        (
+            types.Started,
+            generation_pb2.Started.DESCRIPTOR,
+            {"no_reuse": "no_reuse_reason"},
+            set[str](),
+        ),
+        (
+            types.Progress,
+            generation_pb2.Progress.DESCRIPTOR,
+            {
+                "total": "total_tokens",
+                "cached": "cached_tokens",
+                "processed": "processed_tokens",
+                "elapsed_s": "elapsed",
+            },
+            set[str](),
+        ),
+        (
+            types.Chunk,
+            generation_pb2.Chunk.DESCRIPTOR,
+            {"decode_s": "decode_elapsed"},
+            set[str](),
+        ),
+        (
+            types.Finished,
+            generation_pb2.Finished.DESCRIPTOR,
+            {"reason": "finish_reason"},
+            set[str](),
+        ),
+        (
+            types.SlotInfo,
+            slot_pb2.Slot.DESCRIPTOR,
+            {"slot_id": "id", "pages": "num_pages", "request": "settings"},
+            set[str](),
+        ),
+        (types.PoolInfo, rebuild_pb2.Pool.DESCRIPTOR, {}, set[str]()),
+        (types.Counters, model_pb2.Counters.DESCRIPTOR, {}, set[str]()),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_messages_carry_every_field_of_the_engine(
+    engine_type: type, descriptor: Descriptor, names: dict[str, str], engine_only: set[str]
+) -> None:
+    expected = {
+        _renamed(field.name, names)
+        for field in dataclasses.fields(engine_type)
+        if field.name not in engine_only
+    }
+
+    assert expected - set(descriptor.fields_by_name) == set()
