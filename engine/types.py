@@ -104,7 +104,7 @@ class Request:
     `preserved_tokens` are special tokens whose text is shown. `adapters` None means the server's
     set; an empty tuple means all off. `tenant` salts every prefix key. `n_indent` ends when a
     later line is indented less (0: off); `time_limit_s` ends at a newline after that long.
-    `sampling_echo` is the caller's record of its parameters, shown in slot lists and never read.
+    `annotation` is the caller's own note, shown in slot lists and never read.
     """
 
     request_id: str
@@ -128,6 +128,7 @@ class Request:
     progress: bool = False
     deadline_s: float | None = None
     tenant: str = ""
+    annotation: str = ""
 
 
 class FinishReason(Enum):
@@ -224,7 +225,9 @@ class Finished:
 
     `held_tokens` is what the slot now holds (prompt + generated - 1). `unsent_text` was withheld
     when the budget ended. `stop_string` and `stop_token_id` say what matched. `truncated`: the
-    context filled or was shifted. `evaluated + cached = prompt` always holds.
+    context filled or was shifted. `evaluated + cached = prompt` always holds. `indent_cut_chars`
+    is how many characters at the end of all text (sent, then unsent) an INDENT ending takes back:
+    streams have shown them already, a collected answer drops them.
     """
 
     reason: FinishReason
@@ -240,6 +243,7 @@ class Finished:
     decode_s: float
     stop_string: str | None = None
     stop_token_id: int | None = None
+    indent_cut_chars: int = 0
 
 
 @dataclass(frozen=True)

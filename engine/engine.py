@@ -1,0 +1,302 @@
+"""The engine's facade: one thread that owns the runner, and the doors to it.
+
+Submit, cancel and erase are commands that the thread takes between steps, so the step boundary is
+the only lock of everything behind it. Any thread may call the public methods. Knows no asyncio and
+no transport: events leave through one callback per step.
+
+Example:
+    engine = Engine(config, plan, parts, sink=print)
+    engine.start()
+    engine.submit(Request("a", prompt=(1, 2, 3)))
+    engine.stop(grace_s=5.0)
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from engine.errors import EngineFault, NoSuchSlot, ShuttingDown
+from engine.failpoints import Failpoints
+from engine.generation import ChainFactory, TextFactory, TokenText
+from engine.memory.pages import PageAllocator
+from engine.memory.planner import MemoryPlan
+from engine.scheduler import Scheduler, SchedulerParts
+from engine.scheduling.erasing import ErasedSlot, Erasure
+from engine.scheduling.gate import Gate
+from engine.slots.table import SlotTable
+from engine.snapshot import describe
+from engine.step import Runner
+from engine.types import (
+    CancelCause,
+    EngineConfig,
+    EventSink,
+    Failed,
+    Request,
+    Snapshot,
+)
+from engine.validation import RequestLimits, check_request
+
+_log = logging.getLogger(__name__)
+
+
+def _draw_seed() -> int:
+    # 2^32 - 1 means "random" to llama.cpp's clients, so it is never an effective seed.
+    return random.SystemRandom().randrange(2**32 - 1)
+
+
+def _new_error_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of; tests replace any of it. `clock` is monotonic, in seconds."""
+
+    runner: Runner
+    tokenizer: TokenText
+    begin_chain: ChainFactory
+    begin_text: TextFactory
+    clock: Callable[[], float] = time.monotonic
+    draw_seed: Callable[[], int] = _draw_seed
+    new_error_id: Callable[[], str] = _new_error_id
+    failpoints: Failpoints = field(default_factory=Failpoints)
+
+
+class Engine:
+    """Runs requests on one model."""
+
+    def __init__(
+        self, config: EngineConfig, plan: MemoryPlan, parts: EngineParts, *, sink: EventSink
+    ) -> None:
+        """Makes an engine that is not started; until then `step` may be called by hand."""
+        pages = PageAllocator(plan.kv_pages)
+        self._table = SlotTable(
+            config.num_slots,
+            context_tokens=plan.slot_context_tokens,
+            page_tokens=plan.page_tokens,
+            pages=pages,
+            similarity=config.slot_similarity,
+        )
+        self._pages = pages
+        self._plan = plan
+        self._clock = parts.clock
+        self._new_error_id = parts.new_error_id
+        self._scheduler = Scheduler(_scheduler_parts(config, parts), self._table, pages)
+        self._sink = sink
+        self._limits = RequestLimits(
+            num_slots=config.num_slots,
+            vocab_size=parts.tokenizer.vocab_size,
+            context_tokens=plan.slot_context_tokens,
+            kv_pages=plan.kv_pages,
+            page_tokens=plan.page_tokens,
+        )
+        # Everything below is shared with the callers' threads and guarded by `_wake`.
+        self._wake = threading.Condition()
+        self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
+        self._inbox: list[Callable[[], None]] = []
+        self._erasing: set[Future[ErasedSlot]] = set()
+        self._stop_at_s: float | None = None
+        self._fault: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._snapshot = self._describe()
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended the engine thread unasked; None while all is well."""
+        return self._fault
+
+    def now_s(self) -> float:
+        """Returns the time on the engine's clock, in which deadlines are given."""
+        return self._clock()
+
+    def snapshot(self) -> Snapshot:
+        """Returns the state after the last step; refusals count at once."""
+        with self._wake:
+            counters = replace(self._snapshot.counters, requests_refused=self._gate.num_refused)
+            return replace(self._snapshot, counters=counters)
+
+    def start(self) -> None:
+        """Starts the engine thread.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
+        with self._wake:
+            if self._thread is not None:
+                raise RuntimeError("the engine was started before")
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; everything that becomes of it arrives at the sink.
+
+        Raises:
+            EngineError: it was refused, and no event will come: the errors of
+                `engine.validation.check_request`, DuplicateRequest, QueueFull, ShuttingDown, or
+                EngineFault if the engine has died.
+        """
+        try:
+            check_request(request, self._limits)
+            with self._wake:
+                self._refuse_if_closed()
+                self._gate.enter(request)
+                submitted_s = self._clock()
+                self._post(lambda: self._scheduler.submit(request, submitted_s))
+        except Exception:
+            with self._wake:
+                self._gate.num_refused += 1
+            raise
+
+    def cancel(self, request_id: str, cause: CancelCause) -> None:
+        """Ends a request before the next step; an id that is not in flight is ignored."""
+        with self._wake:
+            self._post(lambda: self._scheduler.cancel(request_id, cause))
+
+    def erase_slot(
+        self, slot_id: int, *, fail_if_busy: bool = False, tenant: str | None = None
+    ) -> Future[ErasedSlot]:
+        """Frees what a slot holds, once no request uses it; cancel the future to stop waiting.
+
+        A `tenant` may erase only its own content; None may erase any. The future raises SlotBusy,
+        NoSuchSlot (another tenant's content), ShuttingDown or EngineFault.
+
+        Raises:
+            NoSuchSlot: there is no slot with this id.
+            EngineError: ShuttingDown or EngineFault, as `submit`.
+        """
+        if not 0 <= slot_id < self._limits.num_slots:
+            raise NoSuchSlot(slot_id, self._limits.num_slots)
+        done: Future[ErasedSlot] = Future()
+        erasure = Erasure(slot_id, fail_if_busy, tenant, done)
+        with self._wake:
+            self._refuse_if_closed()
+            self._erasing.add(done)
+            self._post(lambda: self._scheduler.erase(erasure))
+        done.add_done_callback(self._forget_erasure)
+        return done
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the engine: what waits fails with ShuttingDown, what runs may go on for `grace_s`.
+
+        Then the rest is cancelled and the thread joined. May be called again with less time.
+        """
+        stop_at_s = self._clock() + grace_s
+        with self._wake:
+            if self._stop_at_s is None or stop_at_s < self._stop_at_s:
+                self._stop_at_s = stop_at_s
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is None:
+            self._run()
+        else:
+            thread.join()
+
+    def step(self) -> bool:
+        """Takes the commands and runs one step; False when the engine has stopped.
+
+        For the engine thread, or for a test that drives an engine that was never started.
+        """
+        with self._wake:
+            commands, self._inbox = self._inbox, []
+            stop_at_s = self._stop_at_s
+        for command in commands:
+            command()
+        if stop_at_s is not None:
+            self._scheduler.refuse_waiting(ShuttingDown)
+            if self._clock() >= stop_at_s:
+                self._scheduler.cancel_all(CancelCause.SHUTDOWN)
+        self._scheduler.step()
+        events = self._scheduler.take_events()
+        with self._wake:
+            self._gate.settle(events)
+            self._snapshot = self._describe()
+            # Nothing new gets in once a stop was asked for, so an idle engine stays idle.
+            is_over = self._stop_at_s is not None and not self._scheduler.has_work
+            is_over = is_over and not self._inbox
+        if events:
+            self._sink(events)
+        return not is_over
+
+    def check_integrity(self) -> None:
+        """Proves the books of the pools; only between steps.
+
+        Raises:
+            engine.memory.pages.PoolCorruption: they do not add up.
+        """
+        self._table.check_integrity()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(self._is_wanted)
+                if not self.step():
+                    return
+        except BaseException as error:
+            _log.critical("the engine thread died", exc_info=error)
+            self._die(error)
+
+    def _is_wanted(self) -> bool:
+        return bool(self._inbox) or self._stop_at_s is not None or self._scheduler.has_work
+
+    def _die(self, cause: BaseException) -> None:
+        """Fails everything in flight: a dead engine must not leave anybody waiting."""
+        with self._wake:
+            self._fault = cause
+            self._inbox = []
+            names, erasing = self._gate.in_flight, list(self._erasing)
+            events = [*self._scheduler.take_events()]
+            self._gate.settle(events)
+            ended = [(name, Failed(self._death())) for name in self._gate.in_flight]
+            self._gate.settle(ended)
+        for done in erasing:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(self._death())
+        try:
+            self._sink([*events, *ended])
+        except Exception as error:
+            _log.critical("nobody heard of the failure of %d requests", len(names), exc_info=error)
+
+    def _death(self) -> EngineFault:
+        fault = EngineFault(self._new_error_id())
+        fault.__cause__ = self._fault
+        return fault
+
+    def _refuse_if_closed(self) -> None:
+        if self._fault is not None:
+            raise self._death()
+        if self._stop_at_s is not None:
+            raise ShuttingDown
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.notify_all()
+
+    def _forget_erasure(self, done: Future[ErasedSlot]) -> None:
+        with self._wake:
+            self._erasing.discard(done)
+
+    def _describe(self) -> Snapshot:
+        queue_limit = self._gate.max_requests
+        return describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
+
+
+def _scheduler_parts(config: EngineConfig, parts: EngineParts) -> SchedulerParts:
+    return SchedulerParts(
+        runner=parts.runner,
+        tokenizer=parts.tokenizer,
+        begin_chain=parts.begin_chain,
+        begin_text=parts.begin_text,
+        clock=parts.clock,
+        draw_seed=parts.draw_seed,
+        new_error_id=parts.new_error_id,
+        chunk_tokens=config.chunk_tokens,
+        failpoints=parts.failpoints,
+    )

@@ -1,0 +1,134 @@
+"""How large contexts and pools are: pure integers, no arrays, no model.
+
+`plan_memory` turns the flags and the model's figures into sizes, or refuses with the numbers; the
+same arithmetic will serve a rebuild.
+
+Example:
+    >>> shape = KvShape(num_layers=2, num_kv_heads=4, key_dim=8, value_dim=8)
+    >>> plan = plan_memory(EngineConfig(context_tokens=500, num_slots=2), shape, 2048)
+    >>> plan.slot_context_tokens, plan.kv_pages, plan.page_bytes
+    (512, 18, 8192)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import InvalidField
+from engine.types import EngineConfig
+
+# llama.cpp pads every context to this many tokens (llama_context, n_ctx and n_ctx_seq).
+CONTEXT_STEP_TOKENS = 256
+# One page for a prompt and one to generate into: with fewer no request can make progress.
+MIN_KV_PAGES = 2
+
+ELEMENT_BYTES = {"f16": 2, "f32": 4}
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one token costs in the KV pool; `num_layers` counts only the layers that attend."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def token_bytes(self, kv_dtype: str) -> int:
+        """Returns the bytes that one token's keys and values take over all layers."""
+        elements = self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
+        return elements * ELEMENT_BYTES[kv_dtype]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes in usable units: the write sink of the pool is one page more."""
+
+    slot_context_tokens: int
+    kv_pages: int
+    page_tokens: int
+    page_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the whole KV pool, the sink included."""
+        return (self.kv_pages + 1) * self.page_bytes
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Returns the quotient rounded up, for non-negative integers."""
+    return -(-dividend // divisor)
+
+
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Returns how many pages hold `num_tokens`."""
+    return ceil_div(num_tokens, page_tokens)
+
+
+def slot_context_tokens(config: EngineConfig, training_tokens: int) -> int:
+    """Returns the context of one slot, in tokens.
+
+    The whole context when unified, else an equal share; rounded up to 256 and never more than the
+    model was trained on. A `context_tokens` of 0 asks for the training context.
+
+    Source: llama_context and server_context::init (contract 5.1).
+    """
+    total = config.context_tokens or training_tokens
+    share = total if config.unified else total // config.num_slots
+    return min(_round_up_context(share), training_tokens)
+
+
+def num_kv_pages(config: EngineConfig, training_tokens: int) -> int:
+    """Returns the usable KV pages: as asked for, else ceil(context / page) plus one per slot.
+
+    The page more per slot is for the last, partly filled page of each sequence.
+    """
+    if config.kv_pages is not None:
+        return config.kv_pages
+    total = config.context_tokens or training_tokens
+    if config.unified:
+        tokens = _round_up_context(total)
+    else:
+        tokens = config.num_slots * _round_up_context(total // config.num_slots)
+    return pages_for(tokens, config.page_tokens) + config.num_slots
+
+
+def plan_memory(config: EngineConfig, shape: KvShape, training_tokens: int) -> MemoryPlan:
+    """Returns the sizes of an engine of this configuration for a model of this shape.
+
+    Raises:
+        InvalidField: a size is out of range; the message has the value and the limit.
+    """
+    _check(config, training_tokens)
+    return MemoryPlan(
+        slot_context_tokens=slot_context_tokens(config, training_tokens),
+        kv_pages=num_kv_pages(config, training_tokens),
+        page_tokens=config.page_tokens,
+        page_bytes=config.page_tokens * shape.token_bytes(config.kv_dtype),
+    )
+
+
+def _round_up_context(num_tokens: int) -> int:
+    return max(1, ceil_div(num_tokens, CONTEXT_STEP_TOKENS)) * CONTEXT_STEP_TOKENS
+
+
+def _check(config: EngineConfig, training_tokens: int) -> None:
+    _at_least("context_tokens", config.context_tokens, 0)
+    _at_least("num_slots", config.num_slots, 1)
+    _at_least("page_tokens", config.page_tokens, 1)
+    _at_least("chunk_tokens", config.chunk_tokens, 1)
+    _at_least("queue_requests", config.queue_requests, 1)
+    _at_least("queue_bytes", config.queue_bytes, 1)
+    _at_least("training_tokens", training_tokens, 1)
+    if config.kv_pages is not None:
+        _at_least("kv_pages", config.kv_pages, MIN_KV_PAGES)
+    if not 0.0 <= config.slot_similarity <= 1.0:
+        raise InvalidField("slot_similarity", f"must be in [0, 1], got {config.slot_similarity}")
+    if config.kv_dtype not in ELEMENT_BYTES:
+        known = ", ".join(sorted(ELEMENT_BYTES))
+        raise InvalidField("kv_dtype", f"must be one of {known}, got {config.kv_dtype!r}")
+
+
+def _at_least(field: str, value: int, limit: int) -> None:
+    if value < limit:
+        raise InvalidField(field, f"must be at least {limit}, got {value}")

@@ -1,0 +1,367 @@
+"""What runs next: admission, room, one step, and the end of every request.
+
+Single-threaded and deterministic: the clock, the runner, seeds and faults come from outside. Knows
+no thread, transport or array; the policies are in `engine.scheduling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from engine.errors import DeadlineExceeded, EngineError, EngineFault
+from engine.failpoints import Failpoints, Site
+from engine.generation import ChainFactory, Ending, Generation, TextFactory, TokenText
+from engine.memory.pages import PageAllocator
+from engine.scheduling.erasing import Erasure, Erasures
+from engine.scheduling.ledger import Ledger
+from engine.scheduling.plan import StepPlan, plan_step
+from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.room import Room
+from engine.scheduling.row import Arrival, Row
+from engine.slots.table import Slot, SlotTable
+from engine.step import RowLogits, Runner
+from engine.types import (
+    CancelCause,
+    Counters,
+    Event,
+    FinishReason,
+    Request,
+    SlotState,
+)
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The runner returned a NaN or an infinity."""
+
+
+@dataclass(frozen=True)
+class SchedulerParts:
+    """What the scheduler is given. `chunk_tokens` bounds the prompt tokens of one step.
+
+    `clock` is monotonic, in seconds. `draw_seed` makes the seed of a request that names none, in
+    0 .. 2^32 - 1; `new_error_id` names a fault, so that a client's report finds the log line.
+    """
+
+    runner: Runner
+    tokenizer: TokenText
+    begin_chain: ChainFactory
+    begin_text: TextFactory
+    clock: Callable[[], float]
+    draw_seed: Callable[[], int]
+    new_error_id: Callable[[], str]
+    chunk_tokens: int
+    failpoints: Failpoints = field(default_factory=Failpoints)
+
+
+class Scheduler:
+    """Owns the waiting and the running requests of one slot table and pool."""
+
+    def __init__(self, parts: SchedulerParts, table: SlotTable, pages: PageAllocator) -> None:
+        self._parts = parts
+        self._table = table
+        self._room = Room(table, pages, parts.failpoints)
+        self._queue = WaitingQueue()
+        self._rows: dict[str, Row] = {}
+        self._erasures = Erasures(table)
+        self._ledger = Ledger()
+        self._num_tasks = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step would do something."""
+        return bool(self._rows) or len(self._queue) > 0 or len(self._erasures) > 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot, pre-empted ones included."""
+        return len(self._queue)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The running requests, in order of admission."""
+        return tuple(sorted(self._rows.values(), key=lambda row: row.task_id))
+
+    @property
+    def counters(self) -> Counters:
+        """All totals since the start."""
+        return replace(
+            self._ledger.counters,
+            evicted_slots=self._room.num_evicted,
+            compiles=self._parts.runner.compiles,
+        )
+
+    def take_events(self) -> list[tuple[str, Event]]:
+        """Returns the events since the last call, oldest first."""
+        return self._ledger.take_events()
+
+    def submit(self, request: Request, submitted_s: float) -> None:
+        """Queues a valid request whose id is not in use."""
+        self._ledger.accepted()
+        self._queue.push(Arrival(request, submitted_s))
+
+    def cancel(self, request_id: str, cause: CancelCause) -> None:
+        """Ends a request at once; one that has ended already is left alone."""
+        row = self._rows.get(request_id)
+        if row is not None:
+            self._vacate(row)
+            self._ledger.cancelled(row.request, cause, row)
+            return
+        arrival = self._queue.discard(request_id)
+        if arrival is not None:
+            self._ledger.cancelled(arrival.request, cause, arrival.row)
+
+    def erase(self, erasure: Erasure) -> None:
+        """Erases a slot in the next step in which it is idle."""
+        self._erasures.add(erasure)
+
+    def refuse_waiting(self, make_error: Callable[[], Exception]) -> None:
+        """Fails the requests that never started and the erases that wait."""
+        for arrival in list(self._queue.in_turn()):
+            if arrival.row is None:
+                self._queue.discard(arrival.request.request_id)
+                self._ledger.failed(arrival.request, make_error(), None)
+        self._erasures.fail(make_error)
+
+    def cancel_all(self, cause: CancelCause) -> None:
+        """Ends every request."""
+        waiting = [arrival.request.request_id for arrival in self._queue.in_turn()]
+        for request_id in [*self._rows, *waiting]:
+            self.cancel(request_id, cause)
+
+    def step(self) -> None:
+        """Ends what is over, admits what fits and evaluates one batch."""
+        now_s = self._parts.clock()
+        self._expire(now_s)
+        self._erasures.run()
+        self._admit_all(now_s)
+        self._make_room()
+        runner = self._parts.runner
+        plan = plan_step(
+            self.rows,
+            max_decodes=runner.max_decodes,
+            chunk_tokens=min(self._parts.chunk_tokens, runner.max_chunk),
+        )
+        if plan is not None:
+            self._evaluate(plan)
+
+    # Ends of requests.
+
+    def _expire(self, now_s: float) -> None:
+        for arrival in self._queue.expired(now_s):
+            self._queue.discard(arrival.request.request_id)
+            error = _deadline_error(arrival.request, arrival.submitted_s)
+            self._ledger.failed(arrival.request, error, arrival.row)
+        for row in self.rows:
+            deadline_s = row.request.deadline_s
+            if deadline_s is not None and deadline_s <= now_s:
+                self._vacate(row)
+                error = _deadline_error(row.request, row.submitted_s)
+                self._ledger.failed(row.request, error, row)
+
+    def _vacate(self, row: Row, *, keep: bool = True) -> Slot:
+        """Takes a row off its slot, which keeps what was evaluated unless `keep` is False."""
+        slot = row.home
+        if not keep:
+            self._table.truncate(slot, 0)
+        self._table.release(slot)
+        row.slot = None
+        del self._rows[row.request_id]
+        return slot
+
+    def _finish(self, row: Row, ending: Ending) -> None:
+        slot = self._vacate(row)
+        self._ledger.finished(row, ending, held=len(slot.tokens))
+
+    def _fault(self, row: Row, cause: Exception, *, keep: bool) -> None:
+        self._vacate(row, keep=keep)
+        self._ledger.failed(row.request, self._as_engine_error(cause), row)
+
+    def _as_engine_error(self, cause: Exception) -> EngineError:
+        if isinstance(cause, EngineError):
+            return cause
+        fault = EngineFault(self._parts.new_error_id())
+        fault.__cause__ = cause
+        return fault
+
+    # Admission.
+
+    def _admit_all(self, now_s: float) -> None:
+        while self._admit_next(now_s):
+            pass
+
+    def _admit_next(self, now_s: float) -> bool:
+        """Takes the first waiting request that can start off the queue; False if none can."""
+        for arrival in self._queue.in_turn():
+            request = arrival.request
+            tokens = _sequence(arrival)
+            slot = self._table.choose(tokens, tenant=request.tenant, pinned=request.slot_id)
+            if slot is None and request.slot_id is not None:
+                continue
+            if slot is None:
+                return False
+            # Who waits for pages holds back everybody behind: otherwise short requests could
+            # keep a long one waiting for ever.
+            return self._admit(arrival, tokens, slot, now_s)
+        return False
+
+    def _admit(self, arrival: Arrival, tokens: tuple[int, ...], slot: Slot, now_s: float) -> bool:
+        """Starts (or resumes) a request on an idle slot; False if it must wait for pages."""
+        request = arrival.request
+        if not tokens:
+            self._pass_through(arrival, slot, now_s)
+            return True
+        reuse = self._table.reuse(slot, request, tokens)
+        reserve = self._room.admission_tokens(request, len(tokens))
+        if not self._room.fits(slot, keep=reuse.num_tokens, num_tokens=reserve):
+            return False
+        self._queue.take(arrival)
+        seed = self._seed(request)
+        row = arrival.row or self._begin_row(arrival, seed, cached=reuse.num_tokens)
+        if row is None:
+            return True
+        self._room.admit(slot, keep=reuse.num_tokens, num_tokens=reserve)
+        row.slot = slot
+        self._rows[request.request_id] = row
+        self._occupy(slot, request, row.state, row.task_id)
+        if arrival.row is None:
+            self._ledger.started(row, seed=seed, no_reuse=reuse.no_reuse)
+        return True
+
+    def _begin_row(self, arrival: Arrival, seed: int, *, cached: int) -> Row | None:
+        """Makes what a request needs to run; None if that failed, which only ends this request."""
+        request = arrival.request
+        try:
+            self._parts.failpoints.check(Site.ADMIT)
+            generation = self._begin(request, seed)
+        except Exception as error:
+            self._ledger.failed(request, self._as_engine_error(error), None)
+            return None
+        return Row(
+            request=request,
+            task_id=self._next_task_id(),
+            generation=generation,
+            submitted_s=arrival.submitted_s,
+            admitted_s=self._parts.clock(),
+            cached_tokens=cached,
+            prompt_done=cached,
+            slot=None,
+        )
+
+    def _seed(self, request: Request) -> int:
+        seed = request.sampling.seed
+        return self._parts.draw_seed() if seed is None else seed
+
+    def _begin(self, request: Request, seed: int) -> Generation:
+        return Generation(
+            request,
+            chain=self._parts.begin_chain(request, seed),
+            text=self._parts.begin_text(request.stop),
+            tokenizer=self._parts.tokenizer,
+            context_tokens=self._table.context_tokens,
+        )
+
+    def _pass_through(self, arrival: Arrival, slot: Slot, now_s: float) -> None:
+        """Ends a request with an empty prompt; its slot keeps what it holds."""
+        self._queue.take(arrival)
+        slot.request = arrival.request
+        slot.task_id = self._next_task_id()
+        self._table.release(slot)
+        held = len(slot.tokens)
+        self._ledger.nothing_to_do(arrival, slot_id=slot.slot_id, held=held, now_s=now_s)
+
+    def _occupy(self, slot: Slot, request: Request, state: SlotState, task_id: int) -> None:
+        slot.state = state
+        slot.request = request
+        slot.task_id = task_id
+        slot.tenant = request.tenant
+
+    def _next_task_id(self) -> int:
+        task_id = self._num_tasks
+        self._num_tasks += 1
+        return task_id
+
+    # Room.
+
+    def _make_room(self) -> None:
+        """Gives every decoding row its next page, the oldest first, at the youngest's expense."""
+        for row in self.rows:
+            if row.request_id not in self._rows or not row.is_decode:
+                continue
+            if not self._room.is_short(row):
+                continue
+            if len(self._rows) > 1 and self._parts.failpoints.fires(Site.GROW):
+                self._preempt(self.rows[-1])
+            self._extend(row)
+
+    def _extend(self, row: Row) -> None:
+        while row.request_id in self._rows and not self._room.extend(row):
+            if len(self._rows) == 1:
+                self._finish(row, Ending(FinishReason.CONTEXT_FULL, truncated=True))
+            else:
+                self._preempt(self.rows[-1])
+
+    def _preempt(self, row: Row) -> None:
+        self._vacate(row, keep=False)
+        self._queue.push_preempted(Arrival(row.request, row.submitted_s, row))
+        self._ledger.preempted()
+
+    # The step itself.
+
+    def _evaluate(self, plan: StepPlan) -> None:
+        batch = plan.batch()
+        works = batch.decodes if batch.chunk is None else (*batch.decodes, batch.chunk)
+        self._ledger.stepped(len(self._rows))
+        try:
+            self._parts.failpoints.check(Site.RUN)
+            results = list(zip(plan.rows, works, self._parts.runner.run(batch), strict=True))
+        except Exception as error:
+            # Nobody knows what was written into these rows' pages, so nothing of them is kept.
+            for row in plan.rows:
+                self._fault(row, error, keep=False)
+            return
+        now_s = self._parts.clock()
+        step_id = self._ledger.counters.steps
+        for row, work, logits in results:
+            row.last_step = step_id
+            row.home.tokens += work.tokens
+            self._ledger.evaluated(row, now_s)
+            if work.wants_logits:
+                self._sample(row, logits, now_s)
+
+    def _sample(self, row: Row, logits: RowLogits | None, now_s: float) -> None:
+        try:
+            finite = _require(logits, row)
+            if self._parts.failpoints.fires(Site.LOGITS) or not finite.is_finite:
+                raise NonFiniteLogits(f"the logits of request {row.request_id} are not finite")
+        except Exception as error:
+            self._fault(row, error, keep=False)
+            return
+        try:
+            self._parts.failpoints.check(Site.SAMPLE)
+            held = len(row.home.tokens)
+            chunk, ending = row.generation.accept(finite, held=held, now_s=now_s)
+        except Exception as error:
+            self._fault(row, error, keep=True)
+            return
+        self._ledger.sampled(row, chunk)
+        row.home.state = row.state
+        if ending is not None:
+            self._finish(row, ending)
+
+
+def _require(logits: RowLogits | None, row: Row) -> RowLogits:
+    if logits is None:
+        raise NonFiniteLogits(f"the runner returned no logits for request {row.request_id}")
+    return logits
+
+
+def _sequence(arrival: Arrival) -> tuple[int, ...]:
+    sampled = arrival.row.generation.tokens if arrival.row else ()
+    return (*arrival.request.prompt, *sampled)
+
+
+def _deadline_error(request: Request, submitted_s: float) -> DeadlineExceeded:
+    """Gives the time that the caller allowed, which the caller can recognise."""
+    assert request.deadline_s is not None
+    return DeadlineExceeded(max(0.0, request.deadline_s - submitted_s))

@@ -1,0 +1,1 @@
+"""The scheduler's policies, one small file each; `engine.scheduler` composes them."""

@@ -1,0 +1,168 @@
+"""What a step reports: events in order, and the totals that every metric and usage comes from.
+
+The one place that makes events, so that events and counters cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.generation import Ending
+from engine.scheduling.row import Arrival, Row
+from engine.types import (
+    CacheSource,
+    CancelCause,
+    Cancelled,
+    Chunk,
+    Counters,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Progress,
+    Request,
+    Started,
+)
+
+
+class Ledger:
+    """The events since they were last taken, and all totals."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._events: list[tuple[str, Event]] = []
+
+    def take_events(self) -> list[tuple[str, Event]]:
+        """Returns the new events, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def accepted(self) -> None:
+        """Counts a request that entered the queue: exactly one last event will follow."""
+        self._count(requests_started=1)
+
+    def started(self, row: Row, *, seed: int, no_reuse: str) -> None:
+        """Reports a row's first admission."""
+        source = CacheSource.SLOT if row.cached_tokens else CacheSource.NONE
+        self._send(
+            row.request_id,
+            Started(
+                slot_id=row.home.slot_id,
+                prompt_tokens=len(row.request.prompt),
+                cached_tokens=row.cached_tokens,
+                cache_source=source,
+                no_reuse=no_reuse,
+                adapters=(),
+                seed=seed,
+            ),
+        )
+        self._count(prompt_tokens_cached=row.cached_tokens)
+        if row.request.progress:
+            self._progress(row, row.admitted_s)
+
+    def stepped(self, num_rows: int) -> None:
+        """Counts a step."""
+        self._count(steps=1, busy_slot_steps=num_rows)
+
+    def evaluated(self, row: Row, now_s: float) -> None:
+        """Counts what a step added to a row's slot; a second prefill adds and shows nothing."""
+        held = len(row.home.tokens)
+        self.counters = replace(
+            self.counters, max_held_tokens=max(self.counters.max_held_tokens, held)
+        )
+        new = min(held, len(row.request.prompt)) - row.prompt_done
+        if new <= 0:
+            return
+        row.prompt_done += new
+        self._count(prompt_tokens_evaluated=new)
+        if row.request.progress:
+            self._progress(row, now_s)
+
+    def sampled(self, row: Row, chunk: Chunk) -> None:
+        """Reports a sampled token."""
+        self._count(generated_tokens=1)
+        self._send(row.request_id, chunk)
+
+    def preempted(self) -> None:
+        """Counts a pre-emption; the client sees none of it."""
+        self._count(preemptions=1)
+
+    def finished(self, row: Row, ending: Ending, *, held: int) -> None:
+        """Reports the end of a request that was served; `held` tokens stay in its slot."""
+        generation = row.generation
+        prefill_s = _prefill_s(row)
+        self._send(
+            row.request_id,
+            Finished(
+                reason=ending.reason,
+                prompt_tokens=len(row.request.prompt),
+                cached_tokens=row.cached_tokens,
+                completion_tokens=len(generation.tokens),
+                held_tokens=held,
+                unsent_text=generation.unsent(),
+                has_new_line=generation.has_new_line,
+                truncated=ending.truncated,
+                queue_s=row.admitted_s - row.submitted_s,
+                prefill_s=prefill_s,
+                decode_s=generation.decode_s,
+                stop_string=ending.stop_string,
+                stop_token_id=ending.stop_token_id,
+                indent_cut_chars=generation.indent_cut_chars,
+            ),
+        )
+        self._count(requests_finished=1, prefill_s=prefill_s, decode_s=generation.decode_s)
+
+    def nothing_to_do(self, arrival: Arrival, *, slot_id: int, held: int, now_s: float) -> None:
+        """Reports a request with an empty prompt: started and finished without a step."""
+        name = arrival.request.request_id
+        self._send(name, Started(slot_id, 0, 0, CacheSource.NONE, "the prompt is empty", (), 0))
+        self._send(
+            name,
+            Finished(
+                reason=FinishReason.EMPTY_PROMPT,
+                prompt_tokens=0,
+                cached_tokens=0,
+                completion_tokens=0,
+                held_tokens=held,
+                unsent_text="",
+                has_new_line=False,
+                truncated=False,
+                queue_s=now_s - arrival.submitted_s,
+                prefill_s=0.0,
+                decode_s=0.0,
+            ),
+        )
+        self._count(requests_finished=1)
+
+    def failed(self, request: Request, error: Exception, row: Row | None) -> None:
+        """Reports a failure; `row` is what the request had done, None if it never started."""
+        self._send(request.request_id, Failed(error))
+        self._count(requests_failed=1)
+        self._count_times(row)
+
+    def cancelled(self, request: Request, cause: CancelCause, row: Row | None) -> None:
+        """Reports a cancellation; `row` is what the request had done, None if it never started."""
+        self._send(request.request_id, Cancelled(cause))
+        self._count(requests_cancelled=1)
+        self._count_times(row)
+
+    def _count_times(self, row: Row | None) -> None:
+        if row is not None:
+            self._count(prefill_s=_prefill_s(row), decode_s=row.generation.decode_s)
+
+    def _progress(self, row: Row, now_s: float) -> None:
+        total = len(row.request.prompt)
+        elapsed_s = now_s - row.admitted_s
+        self._send(row.request_id, Progress(total, row.cached_tokens, row.prompt_done, elapsed_s))
+
+    def _send(self, request_id: str, event: Event) -> None:
+        self._events.append((request_id, event))
+
+    def _count(self, **more: float) -> None:
+        totals = {name: getattr(self.counters, name) + amount for name, amount in more.items()}
+        self.counters = replace(self.counters, **totals)
+
+
+def _prefill_s(row: Row) -> float:
+    first = row.generation.first_token_s
+    return 0.0 if first is None else first - row.admitted_s

@@ -1,0 +1,44 @@
+"""Which rows a step evaluates: decodes first, then one chunk of a prompt beside them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.row import Row
+from engine.step import StepBatch
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one step, in the order of the runner's results, and the chunk's length."""
+
+    decodes: tuple[Row, ...]
+    chunk: Row | None
+    chunk_tokens: int
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows; the chunk's is the last."""
+        return self.decodes if self.chunk is None else (*self.decodes, self.chunk)
+
+    def batch(self) -> StepBatch:
+        """Returns what the runner is to evaluate."""
+        return StepBatch(
+            decodes=tuple(row.work(1) for row in self.decodes),
+            chunk=self.chunk.work(self.chunk_tokens) if self.chunk else None,
+        )
+
+
+def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> StepPlan | None:
+    """Returns the next step, or None if nothing runs.
+
+    Rows that were not evaluated for longest go first, older requests first among equals: with more
+    decodes than the runner takes, or several prompts at once, every row gets its turn.
+    """
+    in_turn = sorted(rows, key=lambda row: (row.last_step, row.task_id))
+    decodes = tuple(row for row in in_turn if row.is_decode)[:max_decodes]
+    chunk = next((row for row in in_turn if not row.is_decode), None)
+    if not decodes and chunk is None:
+        return None
+    return StepPlan(decodes, chunk, chunk_tokens)

@@ -1,0 +1,92 @@
+"""A request between admission and its last event, on its slot.
+
+Pure state: the policies beside this file decide, `engine.scheduler` acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.generation import Generation
+from engine.slots.table import Slot
+from engine.step import SequenceWork
+from engine.types import Request, SlotState
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request as it waits. `row` is what a pre-empted request has already done."""
+
+    request: Request
+    submitted_s: float
+    row: Row | None = None
+
+
+# Compared by identity: two rows are never the same request.
+@dataclass(eq=False)
+class Row:
+    """A running (or pre-empted) request.
+
+    `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
+    counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
+    counts and shows nothing twice. `last_step` is the step that last evaluated this row.
+    """
+
+    request: Request
+    task_id: int
+    generation: Generation
+    submitted_s: float
+    admitted_s: float
+    cached_tokens: int
+    prompt_done: int
+    slot: Slot | None
+    last_step: int = -1
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name of the request."""
+        return self.request.request_id
+
+    @property
+    def home(self) -> Slot:
+        """The slot of a running row."""
+        assert self.slot is not None, f"request {self.request_id} is not on a slot"
+        return self.slot
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence: the prompt and all sampled ones."""
+        return len(self.request.prompt) + len(self.generation.tokens)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not yet in the slot; the logits of the last one are wanted."""
+        return self.num_tokens - len(self.home.tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """True when one token is left to evaluate, so that the row costs one decode."""
+        return self.num_pending == 1
+
+    @property
+    def state(self) -> SlotState:
+        """What the row's slot shows."""
+        return SlotState.DECODE if self.generation.tokens else SlotState.PREFILL
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Returns the sequence's tokens at positions start .. end - 1."""
+        prompt, sampled = self.request.prompt, self.generation.tokens
+        split = len(prompt)
+        head = list(prompt[start:end]) if start < split else []
+        return head + sampled[max(0, start - split) : max(0, end - split)]
+
+    def work(self, max_tokens: int) -> SequenceWork:
+        """Returns the next step's work of this row, of at most `max_tokens` tokens."""
+        start = len(self.home.tokens)
+        end = min(start + max_tokens, self.num_tokens)
+        return SequenceWork(
+            tokens=self.tokens(start, end),
+            start=start,
+            pages=tuple(self.home.pages),
+            wants_logits=end == self.num_tokens,
+        )

@@ -1,0 +1,64 @@
+"""The snapshot that lists and metrics read. Pure."""
+
+from __future__ import annotations
+
+from engine.memory.pages import PageAllocator
+from engine.memory.planner import MIN_KV_PAGES, MemoryPlan
+from engine.scheduler import Scheduler
+from engine.scheduling.row import Row
+from engine.slots.table import Slot, SlotTable
+from engine.types import PoolInfo, PoolKind, SlotInfo, Snapshot
+
+
+def describe(
+    scheduler: Scheduler,
+    table: SlotTable,
+    pages: PageAllocator,
+    plan: MemoryPlan,
+    queue_limit: int,
+) -> Snapshot:
+    """Returns the engine's state as one immutable value."""
+    rows = {row.home.slot_id: row for row in scheduler.rows}
+    return Snapshot(
+        slots=tuple(
+            _slot_info(slot, rows.get(slot.slot_id), table.context_tokens) for slot in table.slots
+        ),
+        pools=(_kv_info(table, pages, plan),),
+        running=len(rows),
+        queued=scheduler.num_waiting,
+        queue_limit=queue_limit,
+        counters=scheduler.counters,
+    )
+
+
+def _slot_info(slot: Slot, row: Row | None, context_tokens: int) -> SlotInfo:
+    return SlotInfo(
+        slot_id=slot.slot_id,
+        state=slot.state,
+        context_tokens=context_tokens,
+        held_tokens=len(slot.tokens),
+        pages=len(slot.pages),
+        evaluated_tokens=row.prompt_done - row.cached_tokens if row else 0,
+        cached_tokens=row.cached_tokens if row else 0,
+        decoded_tokens=len(row.generation.tokens) if row else 0,
+        remaining_tokens=row.generation.remaining_tokens if row else -1,
+        has_new_line=row.generation.has_new_line if row else False,
+        task_id=slot.task_id,
+        request=slot.request,
+    )
+
+
+def _kv_info(table: SlotTable, pages: PageAllocator, plan: MemoryPlan) -> PoolInfo:
+    pinned = table.idle_pages()
+    return PoolInfo(
+        kind=PoolKind.KV,
+        size=pages.size,
+        free=pages.num_free,
+        used=pages.size - pages.num_free - pinned,
+        pinned=pinned,
+        cached=0,
+        floor=MIN_KV_PAGES,
+        ceiling=pages.size,
+        unit_bytes=plan.page_bytes,
+        unit_tokens=plan.page_tokens,
+    )
