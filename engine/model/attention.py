@@ -1,0 +1,114 @@
+"""Attention over paged keys and values, on plain XLA.
+
+Keys and values live in pools [layers, pages, page, kv_heads, head_dim]; page 0 is the sink that
+padding writes to. A row reads its own pages through its table. The keys are walked in blocks of
+fixed positions with a running softmax, and the number of blocks walked is data, not shape: time
+follows the tokens held, one program serves every length, and how the keys are split depends on
+their positions alone, never on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from engine.kernels import flow
+from engine.model.spec import AttentionSpec
+
+BLOCK_TOKENS = 256
+"""Keys per block of the walk. Tables are padded to whole blocks."""
+
+_MASKED = -1e30  # finite, so that a block without any visible key still subtracts cleanly
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KvPool:
+    """Keys and values of every attention layer: [layers, pages, page, kv_heads, head_dim]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per page."""
+        return self.keys.shape[2]
+
+
+def write(
+    pool: KvPool,
+    layer: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+) -> KvPool:
+    """Stores one token per entry: keys and values f32 [N, kv_heads, head_dim].
+
+    `pages` and `offsets` are int32 [N]; padding names page 0.
+    """
+    return KvPool(
+        pool.keys.at[layer, pages, offsets].set(keys.astype(pool.keys.dtype)),
+        pool.values.at[layer, pages, offsets].set(values.astype(pool.values.dtype)),
+    )
+
+
+def attend(
+    spec: AttentionSpec,
+    pool: KvPool,
+    layer: jax.Array,
+    queries: jax.Array,
+    positions: jax.Array,
+    tables: jax.Array,
+) -> jax.Array:
+    """Causal attention of R rows with T queries each.
+
+    Args:
+        spec: Head counts and the score scale.
+        pool: Keys and values, those of this step already written.
+        layer: int32 scalar.
+        queries: f32 [R, T, num_heads, head_dim], rotated.
+        positions: int32 [R, T]; -1 marks padding, whose result is 0.
+        tables: int32 [R, W], page ids in order of position; W pages are whole blocks.
+
+    Returns:
+        f32 [R, T, num_heads * head_dim].
+    """
+    rows, num_queries, heads, dim = queries.shape
+    kv_heads = spec.num_kv_heads
+    grouped = queries.reshape(rows, num_queries, kv_heads, heads // kv_heads, dim) * spec.scale
+    block_pages = BLOCK_TOKENS // pool.page_tokens
+    num_blocks = jnp.max(positions) // BLOCK_TOKENS + 1
+
+    def body(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        best, total, out = carry
+        ids = lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
+        shape = (rows, BLOCK_TOKENS, kv_heads, dim)
+        keys = pool.keys[layer, ids].reshape(shape).astype(jnp.float32)
+        values = pool.values[layer, ids].reshape(shape).astype(jnp.float32)
+        key_positions = i * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)
+        visible = key_positions <= positions[..., None]  # [R, T, S]
+        visible = visible[:, None, None]
+        scores = jnp.einsum("rtkgd,rskd->rkgts", grouped, keys)
+        scores = jnp.where(visible, scores, _MASKED)
+        new_best = jnp.maximum(best, scores.max(-1))
+        weights = jnp.where(visible, jnp.exp(scores - new_best[..., None]), 0.0)
+        fade = jnp.exp(best - new_best)
+        total = total * fade + weights.sum(-1)
+        out = out * fade[..., None] + jnp.einsum("rkgts,rskd->rkgtd", weights, values)
+        return new_best, total, out
+
+    lead = (rows, kv_heads, heads // kv_heads, num_queries)
+    start = (
+        jnp.full(lead, _MASKED, jnp.float32),
+        jnp.zeros(lead, jnp.float32),
+        jnp.zeros((*lead, dim), jnp.float32),
+    )
+    _, total, out = flow.fori_loop(num_blocks, body, start)
+    out = out / jnp.maximum(total, 1e-30)[..., None]
+    return jnp.moveaxis(out, 3, 1).reshape(rows, num_queries, heads * dim)

@@ -1,0 +1,42 @@
+"""Rotary position embedding, in f32.
+
+Source: Su et al. 2021 (RoFormer); pairings as in llama.cpp's ROPE_TYPE_NORM and ROPE_TYPE_NEOX.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.model.spec import RopePairing, RopeSpec
+
+
+def angles(
+    rope: RopeSpec, positions: jax.Array, factors: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, f32 [N, dims // 2] each, for int32 positions [N].
+
+    `factors` is f32 [dims // 2] and divides the frequencies.
+    """
+    exponents = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
+    frequencies = jnp.asarray((rope.position_scale * rope.base**-exponents).astype(np.float32))
+    if factors is not None:
+        frequencies = frequencies / factors
+    theta = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(theta), jnp.sin(theta)
+
+
+def rotate(rope: RopeSpec, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first `dims` components of every head: f32 [N, heads, head_dim]."""
+    num, heads, _ = x.shape
+    turned, rest = x[..., : rope.dims], x[..., rope.dims :]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    if rope.pairing is RopePairing.NORM:
+        pairs = turned.reshape(num, heads, rope.dims // 2, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        out = jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(turned.shape)
+    else:
+        a, b = jnp.split(turned, 2, axis=-1)
+        out = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+    return jnp.concatenate([out, rest], -1)

@@ -1,0 +1,338 @@
+"""The JAX runner: pools on the device, one compiled program per bucket, steps in and logits out.
+
+Shapes are bucketed so that nothing compiles while serving: decode-only steps by number of rows, and
+steps with a prefill chunk by chunk size, always with room for every decode row. All programs are
+compiled (or read from the compile cache) in `warm_up` and called ahead-of-time afterwards: a shape
+outside the buckets is a bug that raises, not a compile. It knows pages as numbers and no request.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from engine.model.attention import BLOCK_TOKENS, KvPool
+from engine.model.decoder import StepInputs, forward
+from engine.model.spec import ModelSpec
+from engine.model.weights import Weights
+from engine.step import FloatArray, IntArray, RowLogits, SequenceWork, StepBatch
+
+NUM_CANDIDATES = 64
+_LANES = 128  # width of the first stage of the candidate search
+_CHUNK_BUCKETS = (32, 128, 512, 2048)
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes of the device side. `num_pages` counts usable pages; the sink, page 0, is extra."""
+
+    max_rows: int
+    max_chunk: int
+    context_tokens: int
+    num_pages: int
+    page_tokens: int
+    kv_dtype: str
+
+
+@dataclass(frozen=True, order=True)
+class _Bucket:
+    """A compiled shape: `rows` decode rows and `chunk` prefill tokens."""
+
+    rows: int
+    chunk: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows + self.chunk
+
+    @property
+    def outputs(self) -> int:
+        return self.rows + (1 if self.chunk else 0)
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What a step sends up: per output row, candidates and totals; `logits` stays on the device."""
+
+    top_ids: IntArray
+    top_logits: FloatArray
+    log_sum_exp: FloatArray
+    is_finite: npt.NDArray[np.bool_]
+    logits: jax.Array
+
+
+@dataclass
+class _DeviceRow:
+    """One row of a step's result; the whole row is fetched only when asked for."""
+
+    outputs: _Outputs
+    index: int
+    vocab_size: int
+    _full: FloatArray | None = field(default=None)
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.outputs.is_finite[self.index])
+
+    @property
+    def log_sum_exp(self) -> float:
+        return float(self.outputs.log_sum_exp[self.index])
+
+    def top(self) -> tuple[IntArray, FloatArray]:
+        return self.outputs.top_ids[self.index], self.outputs.top_logits[self.index]
+
+    def at(self, token_ids: IntArray) -> FloatArray:
+        return self.full()[token_ids]
+
+    def full(self) -> FloatArray:
+        full = self._full
+        if full is None:
+            full = self._full = np.asarray(self.outputs.logits, np.float32)[self.index]
+        return full
+
+
+class JaxRunner:
+    """Runs steps of one model. Owned by the engine thread once `warm_up` has returned."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, config: RunnerConfig) -> None:
+        """Allocates the pools.
+
+        Raises:
+            ValueError: The page size does not divide the attention block.
+        """
+        if BLOCK_TOKENS % config.page_tokens:
+            raise ValueError(
+                f"page_tokens {config.page_tokens} does not divide {BLOCK_TOKENS}, the block of "
+                "the attention walk"
+            )
+        self._spec = spec
+        self._weights = weights
+        self._config = config
+        self._table_pages = -(-config.context_tokens // BLOCK_TOKENS) * (
+            BLOCK_TOKENS // config.page_tokens
+        )
+        self._pool = _new_pool(spec, config)
+        self._programs: dict[_Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
+        self._compiles = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+
+    def _count_compile(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            self._compiles += 1
+
+    @property
+    def max_decodes(self) -> int:
+        """The most decode rows of one step."""
+        return self._config.max_rows
+
+    @property
+    def max_chunk(self) -> int:
+        """The most tokens of one prefill chunk."""
+        return self._config.max_chunk
+
+    @property
+    def compiles(self) -> int:
+        """Programs compiled in this process since this runner was made."""
+        return self._compiles
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV page over all layers, keys and values."""
+        return (self._pool.keys.nbytes + self._pool.values.nbytes) // (self._config.num_pages + 1)
+
+    def close(self) -> None:
+        """Stops counting compiles; the arrays go with the object."""
+        jax.monitoring.unregister_event_duration_listener(self._count_compile)
+
+    def buckets(self) -> list[tuple[int, int]]:
+        """Every compiled shape as (decode rows, chunk tokens)."""
+        return [(b.rows, b.chunk) for b in self._buckets()]
+
+    def _buckets(self) -> list[_Bucket]:
+        rows = _doubling(self._config.max_rows)
+        chunks = [c for c in _CHUNK_BUCKETS if c < self._config.max_chunk]
+        chunks.append(self._config.max_chunk)
+        return [_Bucket(r, 0) for r in rows] + [_Bucket(rows[-1], c) for c in chunks]
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
+        """Compiles every bucket and runs each once on padding.
+
+        Args:
+            progress: Called with (programs ready, programs in all).
+            workers: Compilations at a time; tracing holds the interpreter, compiling does not.
+        """
+        buckets = self._buckets()
+        with ThreadPoolExecutor(workers) as pool:
+            for done, (bucket, program) in enumerate(
+                zip(buckets, pool.map(self._compile, buckets), strict=True), 1
+            ):
+                self._programs[bucket] = program
+                if progress:
+                    progress(done, len(buckets))
+        for bucket in buckets:
+            self._call(bucket, self._pack(bucket, StepBatch((), None)))
+
+    def _compile(self, bucket: _Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
+        step = functools.partial(_step, self._spec, bucket, self._table_pages)
+        size = _packed_length(bucket, self._table_pages)
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
+        jitted = jax.jit(step, donate_argnums=1)
+        return jitted.lower(self._weights, self._pool, packed).compile()
+
+    def run(self, batch: StepBatch) -> list[RowLogits | None]:
+        """Evaluates a step; see `engine.step.Runner.run`."""
+        bucket = self._bucket_for(batch)
+        outputs = self._call(bucket, self._pack(bucket, batch))
+        rows: list[RowLogits | None] = [
+            _DeviceRow(outputs, i, self._spec.vocab_size) if work.wants_logits else None
+            for i, work in enumerate(batch.decodes)
+        ]
+        if batch.chunk:
+            wanted = batch.chunk.wants_logits
+            rows.append(_DeviceRow(outputs, bucket.rows, self._spec.vocab_size) if wanted else None)
+        return rows
+
+    def _bucket_for(self, batch: StepBatch) -> _Bucket:
+        chunk = len(batch.chunk.tokens) if batch.chunk else 0
+        for bucket in self._buckets():
+            fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
+            if fits and (chunk > 0) == (bucket.chunk > 0):
+                return bucket
+        raise ValueError(
+            f"a step of {len(batch.decodes)} rows and a chunk of {chunk} tokens exceeds the "
+            f"limits of {self.max_decodes} rows and {self.max_chunk} tokens"
+        )
+
+    def _call(self, bucket: _Bucket, packed: IntArray) -> _Outputs:
+        (ids, logits, log_sums, finite, full), self._pool = self._programs[bucket](
+            self._weights, self._pool, packed
+        )
+        return _Outputs(
+            np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
+        )
+
+    def _pack(self, bucket: _Bucket, batch: StepBatch) -> IntArray:
+        """One int32 array for the whole step, padding included; `_unpack` is its inverse."""
+        tokens = np.zeros(bucket.tokens, np.int32)
+        positions = np.full(bucket.tokens, -1, np.int32)
+        pages = np.zeros(bucket.tokens, np.int32)
+        offsets = np.zeros(bucket.tokens, np.int32)
+        tables = np.zeros((bucket.rows + (1 if bucket.chunk else 0), self._table_pages), np.int32)
+        outputs = np.arange(bucket.outputs, dtype=np.int32)
+        works = list(enumerate(batch.decodes))
+        if batch.chunk:
+            works.append((bucket.rows, batch.chunk))
+            outputs[-1] = bucket.rows + len(batch.chunk.tokens) - 1
+        for first, work in works:
+            span = slice(first, first + len(work.tokens))
+            at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
+            table = self._checked_pages(work)
+            tokens[span] = work.tokens
+            positions[span] = at
+            pages[span] = table[at // self._config.page_tokens]
+            offsets[span] = at % self._config.page_tokens
+            tables[first, : len(table)] = table
+        wants = np.array([any(work.wants_logits for _, work in works)], np.int32)
+        return np.concatenate([tokens, positions, pages, offsets, tables.ravel(), outputs, wants])
+
+    def _checked_pages(self, work: SequenceWork) -> IntArray:
+        """A sequence's page ids; XLA clips a bad index silently, so they are checked here."""
+        table = np.asarray(work.pages, np.int32)
+        end = work.start + len(work.tokens)
+        if len(table) > self._table_pages or len(table) * self._config.page_tokens < end:
+            raise ValueError(f"{len(table)} pages for positions up to {end}")
+        if table.size and (table.min() < 1 or table.max() > self._config.num_pages):
+            raise ValueError(f"page ids {table.min()}..{table.max()} of {self._config.num_pages}")
+        return table
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4, ... up to and including `most`."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return sizes
+
+
+def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
+    mixer = spec.layers[0].mixer
+    shape = (
+        spec.num_layers,
+        config.num_pages + 1,
+        config.page_tokens,
+        mixer.num_kv_heads,
+        mixer.head_dim,
+    )
+    dtype = {"f16": jnp.float16, "f32": jnp.float32}[config.kv_dtype]
+    return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def _packed_length(bucket: _Bucket, table_pages: int) -> int:
+    return 4 * bucket.tokens + bucket.outputs * table_pages + bucket.outputs + 1
+
+
+def _unpack(bucket: _Bucket, table_pages: int, packed: jax.Array) -> StepInputs:
+    sizes: Sequence[int] = (
+        *(bucket.tokens,) * 4,
+        bucket.outputs * table_pages,
+        bucket.outputs,
+    )
+    tokens, positions, pages, offsets, tables, outputs, wants = jnp.split(packed, np.cumsum(sizes))
+    tables = tables.reshape(bucket.outputs, table_pages)
+    return StepInputs(
+        tokens=tokens,
+        positions=positions,
+        pages=pages,
+        offsets=offsets,
+        decode_tables=tables[: bucket.rows],
+        chunk_table=tables[-1],
+        output_tokens=outputs,
+        wants_logits=wants[0],
+    )
+
+
+def _step(
+    spec: ModelSpec,
+    bucket: _Bucket,
+    table_pages: int,
+    weights: Weights,
+    pool: KvPool,
+    packed: jax.Array,
+) -> tuple[tuple[jax.Array, ...], KvPool]:
+    logits, pool = forward(spec, weights, pool, _unpack(bucket, table_pages, packed))
+    ids, best = _candidates(logits)
+    log_sums = jax.nn.logsumexp(logits, axis=-1)
+    finite = jnp.isfinite(logits).all(-1)
+    return (ids, best, log_sums, finite, logits), pool
+
+
+def _candidates(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The best logits of each row with their ids, falling, ties by rising id.
+
+    Two stages, because a top-k over the vocabulary is slow on CPU: the best candidates can only
+    lie in the NUM_CANDIDATES groups of neighbours with the largest maxima. Groups are put back in
+    id order before the second stage, which keeps ties in id order.
+    """
+    rows, vocab = logits.shape
+    count = min(NUM_CANDIDATES, vocab)
+    groups = -(-vocab // _LANES)
+    if groups <= count:
+        best, ids = lax.top_k(logits, count)
+        return ids, best
+    padded = jnp.pad(logits, ((0, 0), (0, groups * _LANES - vocab)), constant_values=-jnp.inf)
+    grouped = padded.reshape(rows, groups, _LANES)
+    _, chosen = lax.top_k(grouped.max(-1), count)
+    chosen = jnp.sort(chosen, axis=-1)
+    members = jnp.take_along_axis(grouped, chosen[..., None], axis=1).reshape(rows, -1)
+    best, places = lax.top_k(members, count)
+    group = jnp.take_along_axis(chosen, places // _LANES, axis=1)
+    return group * _LANES + places % _LANES, best
