@@ -1,0 +1,143 @@
+"""llama.cpp's sampler chain: from one row of logits to one token, exactly and reproducibly.
+
+A chain belongs to one request; it owns the request's generators and penalty history. It knows
+nothing of text, batches or devices: a row hides whether its logits are here or on a device.
+
+Example:
+    >>> chain = Chain(SamplingParams(temperature=0.8), vocab=vocab, prompt=[1, 403], seed=42)
+    >>> token_id = chain.sample(row)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.sampling.adaptive import AdaptiveP
+from engine.sampling.builder import Builder
+from engine.sampling.candidates import Candidates, gather, whole
+from engine.sampling.checks import check_params
+from engine.sampling.dry import Dry
+from engine.sampling.edits import Penalties
+from engine.sampling.probabilities import (
+    LogProbs,
+    post_chain_probabilities,
+    raw_probabilities,
+)
+from engine.sampling.stage import Edit, Listener, Pick, Stage
+from engine.sampling.temperature import Temperature
+from engine.sampling.truncation import MinP, TopK
+from engine.sampling.vocab import SamplerVocab
+from engine.step import IntArray, RowLogits
+from engine.types import SamplingParams
+
+
+class Chain:
+    """Samples the tokens of one request."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        vocab: SamplerVocab,
+        prompt: Sequence[int],
+        seed: int,
+        ignore_eos: bool = False,
+    ) -> None:
+        """Builds the chain.
+
+        Args:
+            params: The parameters; their `seed` is not read.
+            vocab: The model's tokens.
+            prompt: What penalties and DRY remember from the start, the whole prompt.
+            seed: 0 .. 2**32 - 1; every sampler that draws has its own generator with this seed.
+            ignore_eos: Forbids every token that ends a generation.
+
+        Raises:
+            InvalidField: A parameter that no chain can be built from.
+            TokenNotInVocab: A biased token does not exist.
+            NotSupported: The infill sampler on a vocabulary without an end token.
+        """
+        check_params(params, vocab_size=vocab.vocab_size)
+        with np.errstate(all="ignore"):
+            builder = Builder(params, vocab=vocab, prompt=prompt, seed=seed)
+            self._stages = builder.stages(ignore_eos=ignore_eos)
+            self._picker = builder.picker()
+        self._edits = [stage for stage in self._stages if isinstance(stage, Edit)]
+        self._listeners: list[Listener] = [
+            part
+            for part in (*self._stages, self._picker)
+            if isinstance(part, Penalties | Dry | AdaptiveP)
+        ]
+        self._starts_partial = _starts_partial(self._stages)
+        self._last: tuple[RowLogits, Pick] | None = None
+
+    def sample(self, row: RowLogits) -> int:
+        """Draws the next token and remembers it.
+
+        Args:
+            row: Finite logits; the caller has checked `row.is_finite`.
+        """
+        # Forbidding every token, or a temperature near 0, leaves infinities and NaN that the
+        # samplers treat as C does; they are no reason for a warning.
+        with np.errstate(all="ignore"):
+            pick = self._draw(row)
+            for listener in self._listeners:
+                listener.accept(pick.token_id)
+        self._last = row, pick
+        return pick.token_id
+
+    def probabilities(self, n: int, *, post_chain: bool) -> LogProbs:
+        """Returns the log-probabilities of the last sample.
+
+        Args:
+            n: How many candidates to list.
+            post_chain: Of what the chain left (zeros absent) instead of the raw logits.
+
+        Returns:
+            The sampled token's, and (id, log-probability) of up to n candidates, best first.
+
+        Raises:
+            RuntimeError: Nothing was sampled yet.
+        """
+        if self._last is None:
+            raise RuntimeError("no token was sampled yet")
+        row, pick = self._last
+        if post_chain:
+            return post_chain_probabilities(pick, n)
+        return raw_probabilities(row, pick.token_id, n)
+
+    def _draw(self, row: RowLogits) -> Pick:
+        candidates = gather(row, self._edited_ids()) if self._starts_partial else whole(row)
+        for done, stage in enumerate(self._stages):
+            if candidates.is_partial and not stage.admits(candidates):
+                candidates = self._replayed(row, done)
+            candidates = stage.apply(candidates)
+        if candidates.is_partial and not self._picker.admits(candidates):
+            candidates = self._replayed(row, len(self._stages))
+        return self._picker.pick(candidates)
+
+    def _replayed(self, row: RowLogits, done: int) -> Candidates:
+        """Runs the first stages again on the whole row; those that admitted a part keep no state."""
+        candidates = whole(row)
+        for stage in self._stages[:done]:
+            candidates = stage.apply(candidates)
+        return candidates
+
+    def _edited_ids(self) -> IntArray:
+        if not self._edits:
+            return np.empty(0, np.int32)
+        return np.concatenate([edit.token_ids() for edit in self._edits])
+
+
+def _starts_partial(stages: Sequence[Stage]) -> bool:
+    """Says whether the first stage that needs more than a few logits may do with the best ones."""
+    for stage in stages:
+        if isinstance(stage, TopK | MinP):
+            return True
+        if isinstance(stage, Temperature) and stage.temperature <= 0:
+            return True
+        if not isinstance(stage, Edit | Temperature):
+            return False
+    return False
