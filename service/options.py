@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.types import EngineConfig, Mirostat, SamplingParams
+from service.defaults import GenerationDefaults
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
 
@@ -79,31 +80,15 @@ class TlsFiles:
 
 
 @dataclass(frozen=True)
-class RequestDefaults:
-    """What a request gets where it is silent.
-
-    `sampling_given` names the fields of `sampling` that somebody set; for the others the model
-    file's own preferences come first. `max_tokens` None is no limit.
-    """
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    sampling_given: frozenset[str] = frozenset()
-    max_tokens: int | None = None
-    n_keep: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    cache_prompt: bool = True
-    render_special: bool = False
-
-
-@dataclass(frozen=True)
 class ServiceOptions:
     """Everything that the service process can be told.
 
     Attributes:
         model: where the model comes from.
         engine: the layout; `context_tokens` 0 is the model's training context.
-        defaults: see `RequestDefaults`.
+        defaults: what a request gets where it is silent.
+        sampling_given: the fields of `defaults.sampling` that somebody set; for the others the
+            model file's own preferences come first.
         aliases: names of the model, the first is shown; empty is the file's own name.
         tags: shown with the model.
         grpc_host: address of the public door.
@@ -124,7 +109,8 @@ class ServiceOptions:
 
     model: ModelSource
     engine: EngineConfig
-    defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    sampling_given: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     grpc_host: str = "127.0.0.1"
@@ -150,10 +136,12 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         FlagError: flags contradict each other, or a file that one names cannot be used.
     """
     cache_dir = _cache_dir(parsed)
+    sampling = _sampling(parsed)
     return ServiceOptions(
         model=_model_source(parsed, cache_dir),
         engine=_engine_config(parsed, cache_dir),
-        defaults=_request_defaults(parsed),
+        defaults=_generation_defaults(parsed, sampling),
+        sampling_given=frozenset(sampling),
         aliases=parsed["aliases"],
         tags=parsed["tags"],
         grpc_host=parsed["grpc_host"],
@@ -187,7 +175,6 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
     hosts = parsed["hosts"]
     if not hosts:
         raise FlagError("--host: needs at least one address")
-    template_kwargs = {"preserve_reasoning": parsed["preserve_reasoning"]}
     document: dict[str, Any] = {
         "service": service,
         "service_key": keys[0] if keys else admin_key,
@@ -214,7 +201,7 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
         "tags": parsed["tags"],
         "use_jinja": parsed["use_jinja"],
         "prefill_assistant": parsed["prefill_assistant"],
-        "chat_template_kwargs": template_kwargs | parsed["chat_template_kwargs"],
+        "chat_template_kwargs": _template_kwargs(parsed),
         "is_verbose": _is_verbose(parsed),
         "log_format": _log_format(parsed),
         "log_level": _log_level(parsed),
@@ -285,9 +272,9 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
     )
 
 
-def _request_defaults(parsed: Parsed) -> RequestDefaults:
-    given = parsed.given.intersection(_SAMPLING_FIELDS)
-    sampling = {name: parsed[name] for name in given}
+def _sampling(parsed: Parsed) -> dict[str, Any]:
+    """The sampling fields that somebody set."""
+    sampling = {name: parsed[name] for name in parsed.given.intersection(_SAMPLING_FIELDS)}
     if "top_k" in sampling:
         sampling["top_k"] = max(sampling["top_k"], 0)
     if "mirostat" in sampling:
@@ -297,16 +284,25 @@ def _request_defaults(parsed: Parsed) -> RequestDefaults:
     if "dry_sequence_breakers" in sampling:
         breakers = [b for b in sampling["dry_sequence_breakers"] if b != "none"]
         sampling["dry_sequence_breakers"] = _unescaped(parsed, breakers, "--dry-sequence-breaker")
-    return RequestDefaults(
+    return sampling
+
+
+def _generation_defaults(parsed: Parsed, sampling: Mapping[str, Any]) -> GenerationDefaults:
+    return GenerationDefaults(
         sampling=SamplingParams(**sampling),
-        sampling_given=frozenset(sampling),
         max_tokens=None if parsed["max_tokens"] == -1 else parsed["max_tokens"],
-        n_keep=parsed["n_keep"],
         stop=_unescaped(parsed, parsed["stop"], "--reverse-prompt"),
         ignore_eos=bool(parsed["ignore_eos"]),
         cache_prompt=parsed["cache_prompt"],
+        n_keep=parsed["n_keep"],
         render_special=parsed["render_special"],
+        prefill_assistant=parsed["prefill_assistant"],
+        template_kwargs=_template_kwargs(parsed),
     )
+
+
+def _template_kwargs(parsed: Parsed) -> dict[str, Any]:
+    return {"preserve_reasoning": parsed["preserve_reasoning"], **parsed["chat_template_kwargs"]}
 
 
 def _unescaped(parsed: Parsed, texts: list[str] | tuple[str, ...], flag: str) -> tuple[str, ...]:

@@ -328,7 +328,6 @@ REQUEST = (
         off_names=("--no-prefill-assistant",),
         default=True,
         variable="LLAMA_ARG_PREFILL_ASSISTANT",
-        scope=Scope.GATEWAY,
         group="Chat",
     ),
 )

@@ -197,7 +197,6 @@ HTTP = (
         "extra variables of the chat template, a JSON object",
         default={},
         variable="LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
-        scope=Scope.GATEWAY,
         group="Chat",
     ),
     Flag(
@@ -208,7 +207,6 @@ HTTP = (
         off_names=("--no-reasoning-preserve",),
         default=True,
         variable="LLAMA_ARG_REASONING_PRESERVE",
-        scope=Scope.GATEWAY,
         group="Chat",
     ),
 )
