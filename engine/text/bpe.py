@@ -1,0 +1,116 @@
+"""Byte-pair encoding of plain text, on the `tokenizers` package. Knows no special tokens.
+
+The package refuses vocabularies that llama.cpp takes: a merge whose parts or result are no token
+(files with a cut vocabulary have some). Such texts get phantom ids past the vocabulary, which
+take part in merging and are then spelt out byte by byte, as llama.cpp does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import PreTokenizer as AnyPreTokenizer
+from tokenizers.pre_tokenizers import Sequence as Steps
+
+from engine.text.pieces import byte_characters
+from engine.text.pretokenizers import PreTokenizer
+
+_NEWLINES = re.compile("(\n+)")
+
+
+class BpeEncoder:
+    """Plain text to ids. Immutable after construction, so threads may share it."""
+
+    def __init__(
+        self, ids: Mapping[str, int], merges: Sequence[str], pre_tokenizer: PreTokenizer
+    ) -> None:
+        self._ids = ids
+        self._pre_tokenizer = pre_tokenizer
+        pairs = _parse_merges(merges)
+        phantoms = _phantom_texts(ids, pairs, byte_level=pre_tokenizer.byte_level)
+        vocab = {**ids, **{text: len(ids) + rank for rank, text in enumerate(phantoms)}}
+        self._spellings = {
+            vocab[text]: _spell(text, ids, byte_level=pre_tokenizer.byte_level) for text in phantoms
+        }
+        self._tokenizer = Tokenizer(
+            BPE(
+                vocab,
+                pairs,
+                ignore_merges=pre_tokenizer.ignores_merges,
+                byte_fallback=not pre_tokenizer.byte_level,
+            )
+        )
+        self._tokenizer.pre_tokenizer = _steps(pre_tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of text without special tokens."""
+        if self._pre_tokenizer.escapes_spaces:
+            text = text.replace(" ", "\u2581")
+        if not self._pre_tokenizer.newline_words:
+            return self._merge(text)
+        return list(chain.from_iterable(self._merge_lines(text)))
+
+    def _merge_lines(self, text: str) -> Iterator[Sequence[int]]:
+        for word in _NEWLINES.split(text):
+            token_id = self._ids.get(word) if word.startswith("\n") else None
+            yield self._merge(word) if token_id is None else (token_id,)
+
+    def _merge(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not self._spellings:
+            return ids
+        return list(chain.from_iterable(self._spellings.get(i, (i,)) for i in ids))
+
+
+def _parse_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    """Splits each merge at its first space past the first character; a repeat keeps its rank."""
+    pairs: dict[tuple[str, str], None] = {}
+    for merge in merges:
+        space = merge.find(" ", 1)
+        if space > 0:
+            pairs.setdefault((merge[:space], merge[space + 1 :]))
+    return list(pairs)
+
+
+def _phantom_texts(
+    ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], *, byte_level: bool
+) -> list[str]:
+    """Texts that must be in the package's vocabulary and are not tokens."""
+    texts: dict[str, None] = {}
+    for left, right in pairs:
+        for text in (left, right, left + right):
+            if text not in ids:
+                texts.setdefault(text)
+    alphabet = byte_characters() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    for text in alphabet:
+        if text not in ids:
+            texts.setdefault(text)
+    return list(texts)
+
+
+def _spell(text: str, ids: Mapping[str, int], *, byte_level: bool) -> tuple[int, ...]:
+    """The tokens of the single bytes of a text that is no token; bytes without one vanish.
+
+    Source: llama.cpp `llm_tokenizer_bpe_session::tokenize`. It looks up the bytes of the text as
+    stored, so at byte level only ASCII characters can have one.
+    """
+    spelt = (
+        ids.get(chr(byte) if byte_level else f"<0x{byte:02X}>")
+        for byte in text.encode("utf-8", "surrogateescape")
+        if byte < 0x80 or not byte_level
+    )
+    return tuple(token_id for token_id in spelt if token_id is not None)
+
+
+def _steps(pre_tokenizer: PreTokenizer) -> AnyPreTokenizer:
+    splits: list[AnyPreTokenizer] = [
+        Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns
+    ]
+    if pre_tokenizer.byte_level:
+        splits.append(ByteLevel(add_prefix_space=False, use_regex=False))
+    return Steps(splits)
