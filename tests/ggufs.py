@@ -277,13 +277,17 @@ def encode(values: FloatArray, ggml_type: Type) -> npt.NDArray[Any]:
 def random_blocks(
     rng: np.random.Generator, ggml_type: Type, shape: tuple[int, ...], std: float = 1.0
 ) -> Bytes:
-    """Random bytes that dequantise to finite values, of about standard deviation `std`.
+    """Random blocks, uint8 [..., bytes per row], of about standard deviation `std`, all finite.
 
     Every code and every sub-scale occurs; only factors of float16 are chosen, one per block.
+    Float types hold normal values.
     """
     block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
     if shape[-1] % block_elements:
         raise ValueError(f"{shape[-1]} columns, {ggml_type.name} has blocks of {block_elements}")
+    if block_elements == 1:
+        values = rng.standard_normal(shape, np.float32) * np.float32(std)
+        return quants.quantize(values, ggml_type).view(np.uint8)
     row_bytes = shape[-1] // block_elements * block_bytes
     raw = rng.integers(0, 256, (*shape[:-1], row_bytes), np.uint8)
     blocks = raw.reshape(-1, block_bytes)

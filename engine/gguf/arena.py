@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engine.errors import ModelFileError, NotSupported, UnsupportedModel
 from engine.gguf.blocks import FloatArray, dequantise
-from engine.gguf.encode import Bytes, Planes, encode_rows
+from engine.gguf.encode import Bytes, Planes, all_finite, encode_rows
 from engine.gguf.header import TensorInfo
 from engine.gguf.layouts import BLOCK_BYTES, Layout, layout_for, padded_rows
 from engine.gguf.reader import GgufFile
@@ -105,7 +105,7 @@ def build_arena(file: GgufFile, names: Iterable[str], progress: Progress | None 
         progress: Called after each piece with (bytes of the file done, bytes in all).
 
     Raises:
-        ModelFileError: A tensor is missing, or holds a scale that is not finite.
+        ModelFileError: A tensor is missing, or holds a value or scale that is not finite.
         UnsupportedModel: A tensor is not a matrix, of a type without a layout, or memory is out.
     """
     plan = plan_arena(file, names)
@@ -186,16 +186,15 @@ def _fill(file: GgufFile, data: Bytes, matrix: Matrix) -> Iterable[int]:
     for first in range(0, matrix.rows, step):
         last = min(first + step, matrix.rows)
         piece = encode_rows(info.ggml_type, matrix.layout, raw[first:last])
+        if not all_finite(matrix.layout, piece):
+            raise ModelFileError(
+                path=file.name,
+                detail=f"tensor {matrix.name!r} has a value or a block scale in rows {first} to "
+                f"{last - 1} that is not finite in its type",
+            )
         for plane, values in zip(target, piece, strict=True):
-            if plane is None or values is None:
-                continue
-            if values.dtype != np.uint8 and not np.isfinite(values).all():
-                raise ModelFileError(
-                    path=file.name,
-                    detail=f"tensor {matrix.name!r} has a block scale in rows {first} to "
-                    f"{last - 1} that is not a finite {matrix.layout.scale_dtype}",
-                )
-            plane[first:last] = values
+            if plane is not None and values is not None:
+                plane[first:last] = values
         file.release(matrix.name, first * row_bytes, last * row_bytes)
         yield (last - first) * row_bytes
 

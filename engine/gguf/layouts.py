@@ -43,14 +43,13 @@ class Layout:
     has_offset: bool = False
 
     def __post_init__(self) -> None:
-        is_dense = self.kind == "dense"
-        if is_dense != (self.dtype is not None):
-            raise ValueError(f"dtype {self.dtype} does not fit a {self.kind} layout")
-        if is_dense == (self.group is not None and self.scale_dtype is not None):
-            raise ValueError(
-                f"group {self.group} and scale_dtype {self.scale_dtype} do not fit a "
-                f"{self.kind} layout"
-            )
+        if self.kind == "dense":
+            fits = self.dtype is not None and self.group is None and self.scale_dtype is None
+            fits = fits and not self.has_offset
+        else:
+            fits = self.dtype is None and self.group is not None and self.scale_dtype is not None
+        if not fits:
+            raise ValueError(f"these fields do not fit a {self.kind} layout: {self}")
 
     def code_row_bytes(self, cols: int) -> int:
         """Bytes of one row of the codes plane (of the values, if dense)."""
