@@ -1,0 +1,159 @@
+"""From a GGUF file to an engine that can be started: the one place that puts the parts together.
+
+Example:
+    loaded = load_engine("model.gguf", EngineConfig(context_tokens=512), sink=print)
+    loaded.engine.start()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from engine.compile_cache import enable_compile_cache
+from engine.engine import Engine, EngineParts
+from engine.errors import UnsupportedModel
+from engine.gguf.facts import FileFacts, read_facts
+from engine.gguf.reader import GgufFile
+from engine.gguf.vocab import Vocab, read_vocab
+from engine.memory.planner import KvShape, MemoryPlan, plan_memory
+from engine.model.architectures import read_spec
+from engine.model.spec import ModelSpec
+from engine.model.weights import load_weights
+from engine.runner import JaxRunner, RunnerConfig
+from engine.sampling.chain import Chain
+from engine.sampling.vocab import SamplerVocab
+from engine.text.load import load_tokenizer
+from engine.text.stream import TextStream
+from engine.text.tokenizer import Tokenizer
+from engine.types import EngineConfig, EventSink, Request
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far loading is: `stage` is "weights" (bytes) or "compile" (programs)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, all programs compiled; `engine` is not started yet."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    vocab: Vocab
+    spec: ModelSpec
+    facts: FileFacts
+    plan: MemoryPlan
+
+
+def load_engine(
+    path: str | os.PathLike[str],
+    config: EngineConfig,
+    sink: EventSink,
+    *,
+    pre_override: str | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+    **parts: Any,
+) -> Loaded:
+    """Loads a model, compiles its programs and builds the engine around them.
+
+    Args:
+        path: A GGUF file, or any file of a split one.
+        config: Sizes; `context_tokens` 0 means the model's training context.
+        sink: Receives all events, on the engine thread.
+        pre_override: Pre-tokenizer to use instead of the one that the file names.
+        progress: Called as weights are read and programs become ready.
+        parts: Replacements of `EngineParts` fields (clock, seeds, failpoints), for tests.
+
+    Raises:
+        ModelFileError: The file is damaged.
+        UnsupportedModel: The model, or its tokenizer, is not one that this build runs.
+        InvalidField: A size of `config` is out of range.
+    """
+    report = progress or _ignore
+    if config.compile_cache:
+        enable_compile_cache(config.compile_cache)
+    with GgufFile.open(path) as file:
+        spec, facts = read_spec(file), read_facts(file)
+        plan = plan_memory(config, _kv_shape(spec), spec.context_train)
+        vocab = read_vocab(file.metadata)
+        # The tokenizer is built in the interpreter while numpy fills the arena and XLA compiles.
+        with ThreadPoolExecutor(1) as side:
+            tokenizing = side.submit(
+                load_tokenizer,
+                vocab,
+                pre_override=pre_override,
+                model_name=facts.name,
+                architecture=facts.architecture,
+            )
+            weights = load_weights(
+                spec, file, lambda done, total: report(LoadProgress("weights", done, total))
+            )
+            runner = JaxRunner(spec, weights, _runner_config(config, plan))
+            runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
+            tokenizer = tokenizing.result()
+    _check_vocab(file.name, spec, tokenizer)
+    engine_parts = EngineParts(
+        runner=runner,
+        tokenizer=tokenizer,
+        begin_chain=_chain_factory(tokenizer, vocab),
+        begin_text=TextStream,
+        **parts,
+    )
+    engine = Engine(config, plan, engine_parts, sink=sink)
+    return Loaded(engine, tokenizer, vocab, spec, facts, plan)
+
+
+def _ignore(_: LoadProgress) -> None:
+    pass
+
+
+def _kv_shape(spec: ModelSpec) -> KvShape:
+    mixer = spec.layers[0].mixer
+    return KvShape(spec.num_layers, mixer.num_kv_heads, mixer.head_dim, mixer.head_dim)
+
+
+def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
+    return RunnerConfig(
+        max_rows=config.num_slots,
+        max_chunk=min(config.chunk_tokens, plan.slot_context_tokens),
+        context_tokens=plan.slot_context_tokens,
+        num_pages=plan.kv_pages,
+        page_tokens=plan.page_tokens,
+        kv_dtype=config.kv_dtype,
+    )
+
+
+def _check_vocab(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Every row of the embedding must be a token, or ids without a text could be sampled."""
+    if tokenizer.vocab_size != spec.vocab_size:
+        raise UnsupportedModel(
+            name,
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {spec.vocab_size}",
+        )
+
+
+def _chain_factory(tokenizer: Tokenizer, vocab: Vocab) -> Callable[[Request, int], Chain]:
+    end = vocab.eot_token if vocab.eot_token is not None else vocab.eos_token
+    sampler_vocab = SamplerVocab.of(
+        tokenizer, end_of_turn=end, suppressed_tokens=frozenset(vocab.suppress_tokens)
+    )
+
+    def begin(request: Request, seed: int) -> Chain:
+        prompt: Sequence[int] = request.prompt
+        return Chain(
+            request.sampling,
+            vocab=sampler_vocab,
+            prompt=prompt,
+            seed=seed,
+            ignore_eos=request.ignore_eos,
+        )
+
+    return begin
