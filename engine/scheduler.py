@@ -66,6 +66,7 @@ class Scheduler:
         self._erasures = Erasures(table)
         self._ledger = Ledger()
         self._num_tasks = 0
+        self._num_turns = 0
 
     @property
     def has_work(self) -> bool:
@@ -321,9 +322,9 @@ class Scheduler:
                 self._fault(row, error, keep=False)
             return
         now_s = self._parts.clock()
-        step_id = self._ledger.counters.steps
         for row, work, logits in results:
-            row.last_step = step_id
+            row.last_turn = self._num_turns
+            self._num_turns += 1
             row.home.tokens += work.tokens
             self._ledger.evaluated(row, now_s)
             if work.wants_logits:

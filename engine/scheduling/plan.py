@@ -36,7 +36,7 @@ def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> St
     Rows that were not evaluated for longest go first, older requests first among equals: with more
     decodes than the runner takes, or several prompts at once, every row gets its turn.
     """
-    in_turn = sorted(rows, key=lambda row: (row.last_step, row.task_id))
+    in_turn = sorted(rows, key=lambda row: (row.last_turn, row.task_id))
     decodes = tuple(row for row in in_turn if row.is_decode)[:max_decodes]
     chunk = next((row for row in in_turn if not row.is_decode), None)
     if not decodes and chunk is None:

@@ -29,7 +29,7 @@ class Row:
 
     `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
     counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
-    counts and shows nothing twice. `last_step` is the step that last evaluated this row.
+    counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated.
     """
 
     request: Request
@@ -40,7 +40,7 @@ class Row:
     cached_tokens: int
     prompt_done: int
     slot: Slot | None
-    last_step: int = -1
+    last_turn: int = -1
 
     @property
     def request_id(self) -> str:

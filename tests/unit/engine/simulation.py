@@ -1,0 +1,434 @@
+"""A seeded random life of the real engine over fakes, judged against a model of a solo run.
+
+`Simulation(seed)` draws everything from one generator, so a seed replays exactly. `run` drives
+random commands with faults, then turns the faults off and demands that all comes to rest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.failpoints import Failpoints, Site
+from engine.scheduling.erasing import ErasedSlot
+from engine.types import (
+    AdapterScale,
+    CancelCause,
+    Cancelled,
+    Chunk,
+    EngineConfig,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Progress,
+    Request,
+    SamplingParams,
+    SlotState,
+    Snapshot,
+    Started,
+)
+from tests.fakes import FakeClock, FakeRunner, FakeTokenizer, fake_engine, hashed_logits
+
+TOKENIZER = FakeTokenizer()
+LIVENESS_STEPS = 1000
+_LETTERS = TOKENIZER.encode("ab", add_special=False, parse_special=False)
+_STOP = "q"
+
+
+@dataclass
+class Life:
+    """What one accepted request has shown so far."""
+
+    request: Request
+    order: int
+    started: Started | None = None
+    progress: list[Progress] = field(default_factory=list[Progress])
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    end: Finished | Failed | Cancelled | None = None
+    cancelled_in: SlotState | None = None
+
+
+@dataclass(frozen=True)
+class SoloRun:
+    """What a request must give, whatever runs beside it."""
+
+    tokens: list[int]
+    reason: FinishReason
+
+
+class SoloModel:
+    """Cold runs of the fake model, one request alone; continuations are remembered."""
+
+    def __init__(self, context_tokens: int) -> None:
+        self._context_tokens = context_tokens
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def run(self, request: Request) -> SoloRun:
+        history = list(request.prompt)
+        tokens: list[int] = []
+        while True:
+            token = self._sample(history, request)
+            tokens.append(token)
+            reason = self._reason(request, tokens, len(history))
+            if reason is not None:
+                return SoloRun(tokens, reason)
+            history.append(token)
+
+    def _sample(self, history: list[int], request: Request) -> int:
+        key = (*history, -1 if request.ignore_eos else -2)
+        if key not in self._next:
+            logits = hashed_logits(history, TOKENIZER.vocab_size).copy()
+            if request.ignore_eos:
+                logits[TOKENIZER.eos_token] = float("-inf")
+            self._next[key] = int(logits.argmax())
+        return self._next[key]
+
+    def _reason(self, request: Request, tokens: list[int], held: int) -> FinishReason | None:
+        if tokens[-1] in TOKENIZER.eog_tokens:
+            return FinishReason.EOS
+        if held + 1 >= self._context_tokens:
+            return FinishReason.CONTEXT_FULL
+        if request.stop and TOKENIZER.piece(tokens[-1]) == _STOP.encode():
+            return FinishReason.STOP
+        if request.max_tokens is not None and len(tokens) >= request.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+class Simulation:
+    """One engine, its clients and the judge."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = FakeClock()
+        # Most sites are passed in every step: firing often there, nothing would ever finish.
+        self.failpoints = Failpoints.seeded(random.Random(seed + 1), fire=0.02)
+        if Site.GROW in self.failpoints.armed:
+            self.failpoints.armed[Site.GROW] = 0.25
+        self.config, training_tokens = self._draw_config()
+        self.lives: dict[str, Life] = {}
+        self.seen: Counter[str] = Counter()
+        self._erasures: list[Future[ErasedSlot]] = []
+        self._slot_tenants: dict[int, str] = {}
+        self._is_faulty = True
+        self._num_faults = 0
+        kv_pages = self.config.kv_pages or 0
+        self.runner = FakeRunner(
+            kv_pages,
+            self.config.page_tokens,
+            max_decodes=self.rng.randint(1, self.config.num_slots),
+            max_chunk=self.rng.choice([4, 16, 64]),
+        )
+        self.engine = fake_engine(
+            self._on_events,
+            config=self.config,
+            runner=self.runner,
+            clock=self.clock,
+            failpoints=self.failpoints,
+            training_tokens=training_tokens,
+        )
+        self.context_tokens = self.engine.snapshot().slots[0].context_tokens
+        self.solo = SoloModel(self.context_tokens)
+
+    def run(self, num_commands: int) -> None:
+        """Lives through the commands, then comes to rest without faults."""
+        for _ in range(num_commands):
+            self._command()
+            self._step()
+        self._come_to_rest()
+
+    def _draw_config(self) -> tuple[EngineConfig, int]:
+        rng = self.rng
+        page_tokens = rng.choice([4, 8, 16])
+        context_tokens = rng.choice([24, 48, 96])
+        num_slots = rng.randint(1, 5)
+        slot_pages = -(-context_tokens // page_tokens)
+        config = EngineConfig(
+            context_tokens=context_tokens,
+            num_slots=num_slots,
+            page_tokens=page_tokens,
+            chunk_tokens=rng.choice([1, 5, 16, 64]),
+            kv_pages=rng.randint(max(2, slot_pages // 2), slot_pages * max(2, num_slots // 2)),
+            slot_similarity=rng.choice([0.0, 0.1, 0.5]),
+            queue_requests=rng.randint(1, 12),
+            queue_bytes=rng.choice([1 << 20, 1500]),
+        )
+        return config, context_tokens
+
+    # Commands.
+
+    def _command(self) -> None:
+        draw = self.rng.random()
+        if draw < 0.35:
+            self._submit(self._draw_request())
+        elif draw < 0.45:
+            self._cancel()
+        elif draw < 0.52:
+            self._erase()
+        elif draw < 0.62:
+            self.clock.advance(self.rng.choice([0.001, 0.1, 3.0]))
+        elif draw < 0.64:
+            self._submit(self._draw_bad_request())
+        elif draw < 0.65:
+            self._break_runner()
+
+    def _draw_request(self) -> Request:
+        rng = self.rng
+        length = min(rng.choice([1, 3, 8, 20, 60, 90]), self.context_tokens - 1)
+        # Few letters and repeated heads, so that slots often hold a prefix of the next prompt.
+        head = [_LETTERS[0]] * (length * rng.randint(0, 4) // 4)
+        tail = rng.choices(_LETTERS, k=length - len(head))
+        prompt = tuple(head + tail) if rng.random() > 0.03 else ()
+        return Request(
+            request_id=f"r{len(self.lives)}-{rng.randrange(1 << 30)}",
+            prompt=self._continuation() if rng.random() < 0.2 else prompt,
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=rng.choice([None, 0, 1, 5, 20, 100]),
+            stop=rng.choice([(), (_STOP,)]),
+            ignore_eos=rng.random() < 0.5,
+            slot_id=rng.choice([None, None, rng.randrange(self.config.num_slots)]),
+            cache_prompt=rng.random() > 0.1,
+            progress=rng.random() < 0.5,
+            deadline_s=self.clock() + rng.choice([0.0, 0.05, 5.0]) if rng.random() < 0.1 else None,
+            tenant=rng.choice(["", "", "a", "b"]),
+        )
+
+    def _continuation(self) -> tuple[int, ...]:
+        """A conversation's next turn: a past prompt with its answer."""
+        if not self.lives:
+            return (TOKENIZER.bos_token,)
+        life = self.rng.choice(list(self.lives.values()))
+        turn = (*life.request.prompt, *(chunk.token_id for chunk in life.chunks), _LETTERS[1])
+        return turn[: self.context_tokens - 1]
+
+    def _draw_bad_request(self) -> Request:
+        rng = self.rng
+        bad = [
+            Request("bad", (TOKENIZER.vocab_size,)),
+            Request("bad", (_LETTERS[0],) * self.context_tokens),
+            Request("bad", (1,), slot_id=self.config.num_slots),
+            Request("bad", (1,), sampling=SamplingParams(top_p=float("nan"))),
+            Request("bad", (1,), adapters=(AdapterScale(0, 1.0),)),
+        ]
+        running = [life.request for life in self.lives.values() if life.end is None]
+        return rng.choice([*bad, *running[:1]])
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.engine.submit(request)
+        except EngineError as error:
+            self.seen[f"refused:{error.reason}"] += 1
+            return
+        assert request.request_id not in self.lives or self.lives[request.request_id].end
+        self.lives[request.request_id] = Life(request, order=len(self.lives))
+
+    def _cancel(self) -> None:
+        living = [life for life in self.lives.values() if life.end is None]
+        if not living or self.rng.random() < 0.1:
+            self.engine.cancel("nobody", CancelCause.CLIENT)
+            return
+        life = self.rng.choice(living)
+        state = "queued"
+        if life.started is not None:
+            state = "decode" if life.chunks else "prefill"
+        self.seen[f"cancelled:{state}"] += 1
+        life.cancelled_in = SlotState.IDLE
+        self.engine.cancel(life.request.request_id, self.rng.choice(list(CancelCause)))
+
+    def _erase(self) -> None:
+        rng = self.rng
+        done = self.engine.erase_slot(
+            rng.randrange(self.config.num_slots),
+            fail_if_busy=rng.random() < 0.3,
+            tenant=rng.choice([None, "", "a"]),
+        )
+        self._erasures.append(done)
+        if rng.random() < 0.1:
+            done.cancel()
+
+    def _break_runner(self) -> None:
+        if self._is_faulty:
+            self.runner.fail_with = MemoryError("the device is out of memory")
+            self._num_faults += 1
+
+    # Judgement.
+
+    def _step(self) -> None:
+        now_s = self.clock()
+        assert self.engine.step()
+        self.engine.check_integrity()
+        self._check_snapshot(self.engine.snapshot())
+        for life in self.lives.values():
+            if life.end is None:
+                assert life.cancelled_in is None, "a cancelled request survived a step"
+                deadline_s = life.request.deadline_s
+                assert deadline_s is None or deadline_s > now_s, "a deadline was missed"
+
+    def _check_snapshot(self, now: Snapshot) -> None:
+        (pool,) = now.pools
+        assert pool.free + pool.used + pool.pinned + pool.cached == pool.size
+        assert min(pool.free, pool.used, pool.pinned) >= 0
+        assert now.queued <= self.config.queue_requests + self.config.num_slots
+        living = sum(life.end is None for life in self.lives.values())
+        assert now.running + now.queued == living
+        for slot in now.slots:
+            assert slot.held_tokens <= slot.context_tokens
+        counters = now.counters
+        ended = counters.requests_finished + counters.requests_failed + counters.requests_cancelled
+        assert counters.requests_started == ended + living
+        if not now.running:
+            assert pool.used == 0
+
+    def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
+        assert events
+        for request_id, event in events:
+            life = self.lives[request_id]
+            assert life.end is None, f"{request_id}: {event} after its last event"
+            match event:
+                case Started():
+                    self._on_started(life, event)
+                case Progress():
+                    life.progress.append(event)
+                case Chunk():
+                    assert life.started is not None
+                    life.chunks.append(event)
+                    assert event.completion_tokens == len(life.chunks), "a token was sent twice"
+                case Finished() | Failed() | Cancelled():
+                    life.end = event
+                    self._judge(life, event)
+
+    def _on_started(self, life: Life, started: Started) -> None:
+        assert life.started is None, "a request started twice"
+        life.started = started
+        request = life.request
+        if request.slot_id is not None:
+            assert started.slot_id == request.slot_id
+        assert started.cached_tokens <= max(0, len(request.prompt) - 1)
+        assert (started.cached_tokens == 0) == bool(started.no_reuse)
+        assert request.cache_prompt or started.cached_tokens == 0
+        if started.cached_tokens:
+            self.seen["reused"] += 1
+            assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
+        if request.prompt:
+            self._slot_tenants[started.slot_id] = request.tenant
+        if request.slot_id is None:
+            for other in self.lives.values():
+                overtaken = (
+                    other.order < life.order
+                    and other.started is None
+                    and other.end is None
+                    and other.request.slot_id is None
+                    and other.request.tenant == request.tenant
+                )
+                assert not overtaken, "first come was not first served"
+
+    def _judge(self, life: Life, end: Finished | Failed | Cancelled) -> None:
+        tokens = [chunk.token_id for chunk in life.chunks]
+        if not life.request.prompt:
+            assert not tokens
+        else:
+            expected = self.solo.run(life.request)
+            assert tokens == expected.tokens[: len(tokens)], "not the tokens of a solo run"
+        match end:
+            case Finished():
+                self.seen[f"finished:{end.reason.value}"] += 1
+                self._judge_finished(life, end, tokens)
+            case Failed(error=error):
+                assert isinstance(error, EngineError), error
+                self.seen[f"failed:{error.reason}"] += 1
+                if error.reason == "ENGINE_FAULT":
+                    assert error.__cause__ is not None
+                    assert self.failpoints.fired.total() + self._num_faults > 0
+            case Cancelled():
+                assert life.cancelled_in is not None
+
+    def _judge_finished(self, life: Life, end: Finished, tokens: list[int]) -> None:
+        request = life.request
+        assert life.started is not None
+        assert end.prompt_tokens == len(request.prompt) == life.started.prompt_tokens
+        assert end.cached_tokens == life.started.cached_tokens
+        assert end.completion_tokens == len(tokens)
+        if not request.prompt:
+            assert end.reason is FinishReason.EMPTY_PROMPT
+            return
+        assert end.held_tokens == len(request.prompt) + len(tokens) - 1
+        self._judge_reason(request, end, tokens)
+        text = "".join(chunk.text for chunk in life.chunks) + end.unsent_text
+        expected = TOKENIZER.decode(tokens, render_special=False).decode(errors="replace")
+        if end.reason is FinishReason.STOP:
+            expected = expected[: expected.index(_STOP)]
+        if not end.truncated:
+            assert text == expected
+        if request.progress:
+            processed = [progress.processed for progress in life.progress]
+            assert processed == sorted(set(processed)), "progress went back"
+            assert processed[0] == end.cached_tokens
+            assert processed[-1] == end.prompt_tokens
+            # cached + evaluated = prompt: what was processed beyond the cache was evaluated once.
+            assert {progress.total for progress in life.progress} == {end.prompt_tokens}
+
+    def _judge_reason(self, request: Request, end: Finished, tokens: list[int]) -> None:
+        expected = self.solo.run(request)
+        if end.reason is expected.reason and len(tokens) == len(expected.tokens):
+            return
+        # Alone in a pool smaller than its context, a request ends when the pool is full.
+        assert end.reason is FinishReason.CONTEXT_FULL
+        assert end.truncated
+        assert self.config.kv_pages is not None
+        assert end.held_tokens == self.config.kv_pages * self.config.page_tokens
+        self.seen["finished:pool_full"] += 1
+
+    # Rest.
+
+    def _come_to_rest(self) -> None:
+        self.failpoints.disarm()
+        self.runner.fail_with = None
+        self._is_faulty = False
+        for _ in range(LIVENESS_STEPS):
+            self._step()
+            if all(life.end is not None for life in self.lives.values()):
+                break
+        self._step()
+        assert all(life.end is not None for life in self.lives.values()), "not at rest"
+        assert all(done.done() for done in self._erasures)
+        self._note_erasures()
+        end = self.engine.snapshot()
+        self._check_accounts(end)
+        self.seen["preempted"] += end.counters.preemptions
+        self.seen["evicted"] += end.counters.evicted_slots
+        for site, times in self.failpoints.fired.items():
+            self.seen[f"fired:{site.value}"] += times
+        self.engine.stop()
+        self._submit(Request("late", (1,)))
+
+    def _note_erasures(self) -> None:
+        for done in self._erasures:
+            if done.cancelled():
+                continue
+            error = done.exception()
+            if isinstance(error, EngineError):
+                self.seen[f"erase:{error.reason}"] += 1
+            else:
+                assert error is None, error
+                self.seen["erased"] += 1
+
+    def _check_accounts(self, end: Snapshot) -> None:
+        lives = self.lives.values()
+        counters = end.counters
+        assert counters.generated_tokens == sum(len(life.chunks) for life in lives)
+        started = [life.started for life in lives if life.started is not None]
+        assert counters.prompt_tokens_cached == sum(one.cached_tokens for one in started)
+        # What ended early evaluated a part of its prompt, what finished all that was not cached.
+        evaluated = [
+            life.started.prompt_tokens - life.started.cached_tokens
+            for life in lives
+            if life.started is not None and (life.chunks or isinstance(life.end, Finished))
+        ]
+        most = sum(one.prompt_tokens - one.cached_tokens for one in started)
+        assert sum(evaluated) <= counters.prompt_tokens_evaluated <= most
+        assert end.running == end.queued == 0
