@@ -18,7 +18,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from inspect import isasyncgen
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_status import rpc_status
@@ -36,11 +36,12 @@ from service.errors import (
 from service.keys import Access, KeyRing
 from service.metrics import Metrics
 
-# grpc types a handler by its arity and its messages; here every one is treated alike.
-Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
-Handler = grpc.RpcMethodHandler[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+# grpc types a handler by its arity and its messages; here every one is treated alike. Only the
+# stubs of these classes are generic, hence the quotes.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour = Callable[[Any, "Context"], Awaitable[Any]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["Handler"]]
 
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 ADMIN_METHODS = frozenset(
@@ -73,12 +74,10 @@ class Telemetry(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Wraps the handler of one call; an unknown method has none and stays grpc's to refuse."""
         started_s = self._clock()
-        headers = _headers(handler_call_details)
-        named = headers.get("x-request-id", "")
         record = telemetry.RpcRecord(
             rpc=_short_name(handler_call_details.method),
-            request_id=named if telemetry.is_request_id(named) else telemetry.mint_request_id(),
-            trace_id=telemetry.trace_id(headers.get("traceparent")),
+            request_id=telemetry.mint_request_id(),
+            trace_id=telemetry.trace_id(_headers(handler_call_details).get("traceparent")),
         )
         telemetry.begin(record)
         handler = await continuation(handler_call_details)

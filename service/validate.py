@@ -3,27 +3,29 @@
 The RPC is strict: nothing is clamped and nothing has a silent default. All faults of a request
 are collected and reported together, each naming field, value and limit. This module only looks;
 turning messages into engine types is `service.convert`'s.
-
-Example:
-    >>> faults = Faults()
-    >>> faults.number("sampling.top_p", 1.5, low=0.0, high=1.0)
-    >>> faults.raise_if_any()
-    Traceback (most recent call last):
-    engine.errors.InvalidField: sampling.top_p: 1.5 is not between 0 and 1
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
-from kvarts.v1 import common_pb2, generation_pb2
+from kvarts.v1 import (
+    common_pb2,
+    embedding_pb2,
+    generation_pb2,
+    lora_pb2,
+    rebuild_pb2,
+    slot_pb2,
+    tokenization_pb2,
+)
 
-from engine.errors import ContextOverflow, InvalidField, TokenNotInVocab
+from engine.errors import ContextOverflow, TokenNotInVocab
 from service import telemetry
-from service.errors import InvalidFields
+from service.faults import Faults, shown
+from service.loaded import LoadedModel
 
 MAX_INT32 = 2**31 - 1
 MAX_STOPS = 256
@@ -34,11 +36,11 @@ MAX_SAMPLERS = 64
 MAX_ANNOTATION_BYTES = 4096
 MAX_PRESERVED_TOKENS = 65_536
 MAX_TRIGGERS = 256
-# Source: google.protobuf.Duration, +-10,000 years.
-_MAX_DURATION_S = 315_576_000_000
-_MAX_NANOS = 999_999_999
-# A description shows this much of an offending text.
-_SHOWN_CHARS = 40
+MAX_INPUTS = 2048
+MAX_PAGE_SIZE = 1000
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4096
+_FILENAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
 
 
 @dataclass(frozen=True)
@@ -50,55 +52,14 @@ class Limits:
     context_tokens: int
 
 
-class Faults:
-    """The faults found so far in one request."""
-
-    def __init__(self) -> None:
-        self._found: list[InvalidField] = []
-
-    def add(self, field: str, description: str) -> None:
-        """Records one fault."""
-        self._found.append(InvalidField(field=field, description=description))
-
-    def number(
-        self,
-        field: str,
-        value: float,
-        *,
-        low: float = -math.inf,
-        high: float = math.inf,
-        excludes_low: bool = False,
-    ) -> None:
-        """Records a number that is not finite or not between `low` and `high`."""
-        if not math.isfinite(value):
-            self.add(field, f"{value} is not a finite number")
-        elif value < low or value > high or (excludes_low and value == low):
-            self.add(field, f"{value:.9g} is not {_range(low, high, excludes_low)}")
-
-    def size(self, field: str, size: int, limit: int, unit: str) -> None:
-        """Records a list, map or text that is longer than `limit`."""
-        if size > limit:
-            self.add(field, f"{size} {unit}, limit {limit}")
-
-    def known(self, field: str, value: int, names: Iterable[int], *, may_be_unset: bool) -> None:
-        """Records an enum value that the contract does not have."""
-        if value == 0 and may_be_unset:
-            return
-        legal = [number for number in names if number != 0]
-        if value not in legal:
-            self.add(field, f"{value} is none of the values {legal[0]} to {legal[-1]}")
-
-    def raise_if_any(self) -> None:
-        """Raises what was recorded.
-
-        Raises:
-            InvalidField: One fault.
-            InvalidFields: Several.
-        """
-        if len(self._found) == 1:
-            raise self._found[0]
-        if self._found:
-            raise InvalidFields(tuple(self._found))
+def limits_of(model: LoadedModel) -> Limits:
+    """Returns the limits of a model that is served."""
+    slots = model.engine.snapshot().slots
+    return Limits(
+        num_slots=len(slots),
+        vocab_size=model.tokenizer.vocab_size,
+        context_tokens=slots[0].context_tokens,
+    )
 
 
 def check_request_id(faults: Faults, request_id: str) -> None:
@@ -137,10 +98,10 @@ def check_prompt(tokens: Sequence[int], limits: Limits) -> None:
     """Checks token ids given as a prompt.
 
     Raises:
-        ContextOverflow: More than a slot's context holds.
+        ContextOverflow: They leave no room for one more in a slot's context.
         TokenNotInVocab: An id at or past the end of the vocabulary.
     """
-    if len(tokens) > limits.context_tokens:
+    if len(tokens) >= limits.context_tokens:
         raise ContextOverflow(prompt_tokens=len(tokens), context_tokens=limits.context_tokens)
     check_vocab(tokens, limits.vocab_size)
 
@@ -197,26 +158,6 @@ def check_chat(faults: Faults, field: str, chat: common_pb2.ChatPrompt) -> None:
         faults.add(
             f"{field}.add_generation_prompt", "true together with a final_message that continues"
         )
-
-
-def check_duration(faults: Faults, field: str, duration: Duration) -> None:
-    """A duration that must be positive and well formed."""
-    is_formed = (
-        abs(duration.seconds) <= _MAX_DURATION_S
-        and abs(duration.nanos) <= _MAX_NANOS
-        and duration.seconds * duration.nanos >= 0
-    )
-    if not is_formed:
-        faults.add(
-            field, f"{duration.seconds} s and {duration.nanos} ns are not a well-formed duration"
-        )
-    elif duration.seconds <= 0 and duration.nanos <= 0:
-        faults.add(field, f"{duration.seconds + duration.nanos / 1e9:.9g} s is not above 0 s")
-
-
-def shown(text: str) -> str:
-    """Returns the beginning of a caller's text, quoted and in plain ASCII, for a message."""
-    return ascii(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "...")
 
 
 # Field of SamplingParams -> (low, high, whether low itself is refused). Source: the contract's
@@ -307,7 +248,7 @@ def _check_budget(faults: Faults, request: generation_pb2.GenerateRequest, limit
     faults.number("n_cache_reuse", request.n_cache_reuse, low=0, high=MAX_INT32)
     faults.number("n_indent", request.n_indent, low=0, high=MAX_INT32)
     if request.HasField("time_limit"):
-        check_duration(faults, "time_limit", request.time_limit)
+        faults.duration("time_limit", request.time_limit)
     if request.HasField("slot_id") and request.num_samples > 1:
         faults.add("slot_id", "names one slot, but num_samples asks for several")
 
@@ -357,9 +298,145 @@ def _check_tools(faults: Faults, field: str, chat: common_pb2.ChatPrompt) -> Non
         faults.add(f"{field}.tool_choice", "REQUIRED without tools")
 
 
-def _range(low: float, high: float, excludes_low: bool) -> str:
-    if high == math.inf:
-        return f"above {low:.9g}" if excludes_low else f"at least {low:.9g}"
-    if low == -math.inf:
-        return f"at most {high:.9g}"
-    return f"between {low:.9g} and {high:.9g}"
+def check_tokenize(request: tokenization_pb2.TokenizeRequest, vocab_size: int) -> None:
+    """Checks a text, or a mixed prompt, that is to be tokenised.
+
+    Raises:
+        InvalidField: No input, or an empty part.
+        InvalidFields: Several empty parts.
+        TokenNotInVocab: A token id at or past the end of the vocabulary.
+    """
+    faults = Faults()
+    if request.WhichOneof("input") is None:
+        faults.add("input", "missing: one of text, mixed is required")
+    for i, part in enumerate(request.mixed.parts):
+        if part.WhichOneof("part") is None:
+            faults.add(f"mixed.parts[{i}]", "empty: one of text, tokens is required")
+    faults.raise_if_any()
+    for part in request.mixed.parts:
+        check_vocab(part.tokens.ids, vocab_size)
+
+
+def check_template(request: tokenization_pb2.ApplyChatTemplateRequest) -> None:
+    """Checks a conversation that is to be rendered.
+
+    Raises:
+        InvalidField: One fault.
+        InvalidFields: Several.
+    """
+    faults = Faults()
+    if not request.HasField("chat"):
+        faults.add("chat", "missing")
+    check_chat(faults, "chat", request.chat)
+    faults.raise_if_any()
+
+
+def check_embed(request: embedding_pb2.EmbedRequest, limits: Limits) -> None:
+    """Checks inputs that are to be embedded.
+
+    Raises:
+        InvalidField: One field is out of range.
+        InvalidFields: Several are.
+        TokenNotInVocab: A token id at or past the end of the vocabulary.
+        ContextOverflow: An input of more tokens than the context holds.
+    """
+    faults = Faults()
+    check_request_id(faults, request.request_id)
+    faults.number("inputs", len(request.inputs), low=1, high=MAX_INPUTS)
+    for i, entry in enumerate(request.inputs[:MAX_INPUTS]):
+        if entry.WhichOneof("input") is None:
+            faults.add(f"inputs[{i}]", "empty: one of text, tokens, pair is required")
+    faults.known("pooling", request.pooling, embedding_pb2.Pooling.values(), may_be_unset=True)
+    faults.number("norm", request.norm, low=-1, high=MAX_INT32)
+    check_adapters(faults, "adapters", request.adapters)
+    faults.raise_if_any()
+    for entry in request.inputs:
+        check_prompt(entry.tokens.ids, limits)
+
+
+def check_slot_id(
+    faults: Faults,
+    request: slot_pb2.SaveSlotRequest | slot_pb2.RestoreSlotRequest | slot_pb2.EraseSlotRequest,
+) -> None:
+    """A slot must be named: 0 is a slot, so nothing may stand for it."""
+    if not request.HasField("slot_id"):
+        faults.add("slot_id", "missing")
+
+
+def check_filename(faults: Faults, field: str, filename: str) -> None:
+    """One path component of safe characters, no leading or trailing dot, no `..`."""
+    if _FILENAME.fullmatch(filename) is None or ".." in filename:
+        faults.add(
+            field,
+            f"{shown(filename)} is not 1 to 255 of A-Z a-z 0-9 . _ - without leading or trailing "
+            "dot or double dots",
+        )
+
+
+def check_save(request: slot_pb2.SaveSlotRequest, limits: Limits) -> None:
+    """Checks which slot to save, where, and the prompt to warm.
+
+    Raises:
+        InvalidField: One fault.
+        InvalidFields: Several.
+        TokenNotInVocab: A token id at or past the end of the vocabulary.
+        ContextOverflow: More prompt tokens than a slot's context holds.
+    """
+    faults = Faults()
+    check_slot_id(faults, request)
+    check_filename(faults, "filename", request.filename)
+    check_request_id(faults, request.request_id)
+    check_adapters(faults, "adapters", request.adapters)
+    if request.HasField("adapters") and request.WhichOneof("prompt") is None:
+        faults.add("adapters", "present without a prompt")
+    if request.HasField("chat"):
+        check_chat(faults, "chat", request.chat)
+    if request.HasField("tokens") and not request.tokens.ids:
+        faults.add("tokens.ids", "a prompt of no tokens")
+    faults.raise_if_any()
+    check_prompt(request.tokens.ids, limits)
+
+
+def check_page(request: slot_pb2.ListSlotFilesRequest) -> None:
+    """Checks which page of the list of files is asked for.
+
+    Raises:
+        InvalidField: One fault.
+        InvalidFields: Several.
+    """
+    faults = Faults()
+    faults.number("page_size", request.page_size, low=0, high=MAX_PAGE_SIZE)
+    if request.page_token:
+        check_filename(faults, "page_token", request.page_token)
+    faults.raise_if_any()
+
+
+def check_load_adapter(request: lora_pb2.LoadAdapterRequest) -> None:
+    """Checks which adapter to load.
+
+    Raises:
+        InvalidField: One fault.
+        InvalidFields: Several.
+    """
+    faults = Faults()
+    faults.number("name", len(request.name.encode()), low=1, high=MAX_NAME_BYTES)
+    if not request.path or "\0" in request.path:
+        faults.add("path", "missing" if not request.path else "holds a NUL")
+    faults.size("path", len(request.path.encode()), MAX_PATH_BYTES, "bytes")
+    faults.number("scale", request.scale)
+    faults.raise_if_any()
+
+
+def check_rebuild(request: rebuild_pb2.RebuildRequest) -> None:
+    """Checks that some pool is to be resized; the sizes themselves are arithmetic's to judge.
+
+    Raises:
+        InvalidField: One fault.
+        InvalidFields: Several.
+    """
+    faults = Faults()
+    if not request.target.ListFields():
+        faults.add("target", "empty: at least one pool is required")
+    faults.duration("drain_timeout", request.drain_timeout, may_be_zero=True)
+    check_request_id(faults, request.request_id)
+    faults.raise_if_any()

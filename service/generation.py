@@ -1,0 +1,173 @@
+"""GenerationService: one request in, a stream of events out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import grpc
+from kvarts.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+from engine.errors import NotSupported
+from engine.types import Chunk, Event, Finished, Progress, Started
+from service import convert, telemetry
+from service.bridge import Bridge
+from service.metrics import Metrics
+from service.prompt import read_prompt
+from service.validate import check_generate, limits_of
+
+GenerateRequest = generation_pb2.GenerateRequest
+GenerateResponse = generation_pb2.GenerateResponse
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Runs prompts on the engine."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bridge = bridge
+        self._metrics = metrics
+        self._clock = clock
+
+    async def Generate(
+        self,
+        request: GenerateRequest,
+        context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse],
+    ) -> AsyncIterator[GenerateResponse]:
+        """Streams what comes of one prompt.
+
+        Raises:
+            EngineError: The request was refused or failed.
+        """
+        model = self._bridge.model
+        deadline_s = _deadline(context, model.engine.now_s())
+        check_generate(request, limits_of(model))
+        _refuse_what_is_missing(request)
+        record = telemetry.current()
+        prompt = await read_prompt(request, model)
+        requests = convert.to_requests(
+            request,
+            request_id=record.request_id,
+            prompt=prompt.tokens,
+            defaults=model.defaults,
+            deadline_s=deadline_s,
+            tenant=record.tenant,
+        )
+        observer = _Observer(record, self._metrics, self._clock, len(requests))
+        answer = _Answer(record.request_id, None if prompt.chat is None else prompt.chat.echo)
+        async with aclosing(self._bridge.events(requests)) as events:
+            async for sample, event in events:
+                observer.see(sample, event)
+                yield answer.message(sample, event)
+
+
+class _Answer:
+    """Turns the events of one call into messages; `echo` is None where the prompt is no chat."""
+
+    def __init__(self, request_id: str, echo: str | None) -> None:
+        self._request_id = request_id
+        self._is_chat = echo is not None
+        self._echo = echo or ""
+        self._echoed: set[int] = set()
+
+    def message(self, sample: int, event: Event) -> GenerateResponse:
+        match event:
+            case Started():
+                started = convert.from_started(event, self._request_id, sample)
+                return GenerateResponse(started=started)
+            case Progress():
+                return GenerateResponse(progress=convert.from_progress(event, sample))
+            case Chunk():
+                deltas = self._deltas(sample, event.text)
+                return GenerateResponse(chunk=convert.from_chunk(event, sample, deltas))
+            case Finished():
+                deltas = self._deltas(sample, event.unsent_text)
+                return GenerateResponse(finished=convert.from_finished(event, sample, deltas))
+            case _:
+                raise AssertionError(f"{type(event).__name__} ends a stream with a status")
+
+    def _deltas(self, sample: int, text: str) -> Sequence[generation_pb2.ChatDelta]:
+        if not self._is_chat:
+            return ()
+        if sample not in self._echoed:
+            self._echoed.add(sample)
+            text = self._echo + text
+        return (generation_pb2.ChatDelta(content=text),) if text else ()
+
+
+class _Observer:
+    """Counts what one call's events tell of its waits, for its log line and the histograms."""
+
+    def __init__(
+        self,
+        record: telemetry.RpcRecord,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        num_samples: int,
+    ) -> None:
+        self._record = record
+        self._metrics = metrics
+        self._clock = clock
+        self._begun_s = clock()
+        self._last_token_s: list[float | None] = [None] * num_samples
+
+    def see(self, sample: int, event: Event) -> None:
+        record = self._record
+        match event:
+            case Started():
+                record.slot_id = event.slot_id
+                record.adapters = len(event.adapters)
+                record.prompt_tokens = event.prompt_tokens
+                record.cached_tokens = event.cached_tokens
+            case Chunk():
+                record.output_tokens = (record.output_tokens or 0) + 1
+                self._see_token(sample, self._clock())
+            case Finished():
+                record.queue_s = round(event.queue_s, 6)
+                self._metrics.observe_queue(event.queue_s)
+            case _:
+                return
+
+    def _see_token(self, sample: int, now_s: float) -> None:
+        last_s = self._last_token_s[sample]
+        self._last_token_s[sample] = now_s
+        if last_s is not None:
+            self._metrics.observe_inter_token(now_s - last_s)
+            return
+        waited_s = now_s - self._begun_s
+        self._metrics.observe_first_token(waited_s)
+        if self._record.ttft_s is None:
+            self._record.ttft_s = round(waited_s, 6)
+
+
+def _deadline(
+    context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse], now_s: float
+) -> float | None:
+    """Returns the call's deadline on the engine's clock."""
+    # The stub promises a float; a call without a deadline answers None.
+    remaining_s = cast("float | None", context.time_remaining())
+    return None if remaining_s is None else now_s + remaining_s
+
+
+def _refuse_what_is_missing(request: GenerateRequest) -> None:
+    """Refuses by name what the contract has and this build has not.
+
+    Raises:
+        NotSupported: Names the feature.
+    """
+    constraint = request.WhichOneof("constraint")
+    if constraint is not None:
+        raise NotSupported(constraint)
+    if request.chat.tools and request.chat.tool_choice != common_pb2.TOOL_CHOICE_NONE:
+        raise NotSupported("tool calls")
+    reasoning = request.reasoning
+    if reasoning.format > generation_pb2.REASONING_FORMAT_NONE:
+        raise NotSupported("reasoning format")
+    if reasoning.HasField("budget_tokens") and reasoning.budget_tokens >= 0:
+        raise NotSupported("reasoning budget")

@@ -1,0 +1,127 @@
+"""A model that is ready to serve, as the loader hands it over: the engine, its text side, facts.
+
+The shapes here are what servicers need of a model and no more, so that a test can serve a fake.
+They must not know a message or a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.engine import Engine
+from engine.types import EventSink
+from service.defaults import GenerationDefaults
+
+
+class Tokenizer(Protocol):
+    """The model's tokenizer (`engine.text.tokenizer`)."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether BOS is added in front of text."""
+        ...
+
+    @property
+    def eog_tokens(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        ...
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether EOS is added behind text."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Turns text into token ids."""
+        ...
+
+    def piece(self, token_id: int, *, render_special: bool = False) -> bytes:
+        """Returns the bytes of one token."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, render_special: bool) -> bytes:
+        """Turns token ids into bytes."""
+        ...
+
+
+class Template(Protocol):
+    """The model's chat template (`engine.text.chat_template`)."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Renders a conversation.
+
+        Raises:
+            engine.errors.TemplateError: The template fails on these messages.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the model's file says of itself, for GetModel. Counts are tokens where not named.
+
+    `vocab_type` is llama.cpp's number of the tokenizer family. `special_tokens` maps the field
+    names of `kvarts.v1.SpecialTokens` to (id, text). `tool_use_template` is "" where the file has
+    no second template; `chat_template` None where the model cannot chat; `chat_capabilities` maps
+    the field names of `kvarts.v1.ChatTemplateCapabilities` to what trying the template showed.
+    """
+
+    architecture: str
+    vocab_type: int
+    context_train_tokens: int
+    embedding_size: int
+    num_layers: int
+    num_params: int
+    size_bytes: int
+    name: str = ""
+    ftype: str = ""
+    special_tokens: Mapping[str, tuple[int, str]] = field(
+        default_factory=dict[str, tuple[int, str]]
+    )
+    chat_template: str | None = None
+    tool_use_template: str = ""
+    chat_capabilities: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    has_infill_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What the operator calls the model. `model_id` is the name that replies carry."""
+
+    model_id: str
+    path: str
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Everything that serving needs. `device` is the backend: "cpu", "gpu" or "metal"."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: Template | None
+    names: ModelNames
+    facts: ModelFacts
+    defaults: GenerationDefaults
+    is_unified: bool = True
+    device: str = "cpu"
+
+
+# Builds a model (blocking: called on a thread of its own). The engine that it returns reports to
+# the given sink and is not yet started.
+LoadModel = Callable[[EventSink], LoadedModel]

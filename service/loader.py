@@ -1,0 +1,116 @@
+"""From the command line's options to a model that is ready to serve: fetch, load, describe.
+
+Blocking; `service.bridge` runs it on a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import jax
+
+from engine.loading import Loaded, LoadProgress, load_engine
+from engine.types import EventSink
+from service.fetch.progress import ProgressLine
+from service.fetch.source import resolve_model
+from service.loaded import LoadedModel, ModelFacts, ModelNames
+from service.options import ServiceOptions
+
+_LOG = logging.getLogger("kvarts.service")
+
+_SPECIAL = (
+    "bos",
+    "eos",
+    "eot",
+    "unk",
+    "sep",
+    "pad",
+    "mask",
+    "fim_pre",
+    "fim_suf",
+    "fim_mid",
+    "fim_pad",
+    "fim_rep",
+    "fim_sep",
+)
+
+
+def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
+    """Fetches the model that the options name, unless it is there, and loads it.
+
+    Raises:
+        service.fetch.errors.FetchError: It cannot be had.
+        ModelFileError: The file is damaged.
+        UnsupportedModel: This build does not run it.
+        InvalidField: A size of the layout is out of range.
+    """
+    path = resolve_model(options.model, say=_LOG.info, progress=ProgressLine(sys.stderr))
+    _LOG.info("loading %s", path)
+    loaded = load_engine(
+        path, options.engine, sink, pre_override=options.pre_override, progress=_Report()
+    )
+    return _describe(options, path, loaded)
+
+
+class _Report:
+    """Logs each tenth of each stage of a load."""
+
+    def __init__(self) -> None:
+        self._shown = ("", -1)
+
+    def __call__(self, progress: LoadProgress) -> None:
+        tenth = progress.done * 10 // max(1, progress.total)
+        if self._shown != (progress.stage, tenth):
+            self._shown = (progress.stage, tenth)
+            _LOG.info("%s: %d %%", progress.stage, tenth * 10)
+
+
+def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedModel:
+    return LoadedModel(
+        engine=loaded.engine,
+        tokenizer=loaded.tokenizer,
+        template=None,
+        names=_names(options, path),
+        facts=_facts(loaded),
+        defaults=options.defaults,
+        is_unified=options.engine.unified,
+        device=jax.default_backend(),
+    )
+
+
+def _names(options: ServiceOptions, path: Path) -> ModelNames:
+    """The name shown is the alphabetically first alias, else what was named at start."""
+    aliases = tuple(sorted(options.aliases))
+    named = options.model.hf_repo or options.model.path or path.stem
+    return ModelNames(
+        model_id=aliases[0] if aliases else named,
+        path=str(path),
+        aliases=aliases,
+        tags=options.tags,
+    )
+
+
+def _facts(loaded: Loaded) -> ModelFacts:
+    spec, facts, tokenizer = loaded.spec, loaded.facts, loaded.tokenizer
+    ids: dict[str, int | None] = {name: getattr(tokenizer.special, name) for name in _SPECIAL}
+    special = {
+        name: (token_id, tokenizer.pieces[token_id].decode("utf-8", "replace"))
+        for name, token_id in ids.items()
+        if token_id is not None
+    }
+    return ModelFacts(
+        architecture=facts.architecture,
+        vocab_type=tokenizer.kind.value,
+        context_train_tokens=spec.context_train,
+        embedding_size=spec.width,
+        num_layers=spec.num_layers,
+        num_params=facts.num_params,
+        size_bytes=facts.size_bytes,
+        name=facts.name,
+        ftype=facts.file_type,
+        special_tokens=special,
+        chat_template=None,
+        has_infill_tokens=all(name in special for name in ("fim_pre", "fim_suf", "fim_mid")),
+    )

@@ -1,0 +1,121 @@
+"""ModelService: what is served, and how the server is and does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import cast
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+from kvarts.v1 import model_pb2, model_pb2_grpc
+
+from engine.types import Snapshot
+from service import convert
+from service.bridge import Bridge
+from service.loaded import LoadedModel
+from service.metrics import server_version
+
+ModelRequest = model_pb2.GetModelRequest
+ModelResponse = model_pb2.GetModelResponse
+InfoRequest = model_pb2.GetServerInfoRequest
+InfoResponse = model_pb2.GetServerInfoResponse
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Tells facts; `wall_clock` gives the time of day, seconds since 1970."""
+
+    def __init__(self, bridge: Bridge, wall_clock: Callable[[], float] = time.time) -> None:
+        self._bridge = bridge
+        self._start_time = Timestamp()
+        self._start_time.FromNanoseconds(round(wall_clock() * 1e9))
+
+    async def GetModel(
+        self, request: ModelRequest, context: grpc.aio.ServicerContext[ModelRequest, ModelResponse]
+    ) -> ModelResponse:
+        """Describes the model.
+
+        Raises:
+            EngineError: It is not there yet.
+        """
+        return ModelResponse(model=_model(self._bridge.model))
+
+    async def GetServerInfo(
+        self, request: InfoRequest, context: grpc.aio.ServicerContext[InfoRequest, InfoResponse]
+    ) -> InfoResponse:
+        """Describes the server: layout, defaults, features, load and totals.
+
+        Raises:
+            EngineError: The model is not there yet.
+        """
+        model = self._bridge.model
+        info = _info(model, model.engine.snapshot())
+        info.start_time.CopyFrom(self._start_time)
+        return InfoResponse(info=info)
+
+
+def _model(model: LoadedModel) -> model_pb2.Model:
+    names, facts, tokenizer = model.names, model.facts, model.tokenizer
+    return model_pb2.Model(
+        id=names.model_id,
+        aliases=sorted(names.aliases),
+        tags=sorted(names.tags),
+        name=facts.name,
+        path=names.path,
+        architecture=facts.architecture,
+        ftype=facts.ftype,
+        # The contract numbers the families as llama.cpp does, plus one.
+        vocab_type=cast("model_pb2.VocabType.ValueType", facts.vocab_type + 1),
+        vocab_size=tokenizer.vocab_size,
+        context_train_tokens=facts.context_train_tokens,
+        embedding_size=facts.embedding_size,
+        num_layers=facts.num_layers,
+        num_params=facts.num_params,
+        size_bytes=facts.size_bytes,
+        special_tokens=_special_tokens(model),
+        add_bos=tokenizer.add_bos,
+        add_eos=tokenizer.add_eos,
+        chat_template=_chat_template(model),
+    )
+
+
+def _chat_template(model: LoadedModel) -> model_pb2.ChatTemplate | None:
+    facts = model.facts
+    if facts.chat_template is None:
+        return None
+    return model_pb2.ChatTemplate(
+        source=facts.chat_template,
+        tool_use_source=facts.tool_use_template,
+        capabilities=model_pb2.ChatTemplateCapabilities(**facts.chat_capabilities),
+    )
+
+
+def _special_tokens(model: LoadedModel) -> model_pb2.SpecialTokens:
+    message = model_pb2.SpecialTokens(eog_ids=sorted(model.tokenizer.eog_tokens))
+    for name, (token_id, text) in model.facts.special_tokens.items():
+        token: model_pb2.SpecialToken = getattr(message, name)
+        token.CopyFrom(model_pb2.SpecialToken(id=token_id, text=text))
+    return message
+
+
+def _info(model: LoadedModel, snapshot: Snapshot) -> model_pb2.ServerInfo:
+    version = server_version()
+    return model_pb2.ServerInfo(
+        version=version,
+        build_info=f"b0-{version}",
+        num_slots=len(snapshot.slots),
+        slot_context_tokens=snapshot.slots[0].context_tokens,
+        queue_limit=snapshot.queue_limit,
+        defaults=convert.from_defaults(model.defaults),
+        features=model_pb2.Features(
+            generation=True,
+            infill=model.facts.has_infill_tokens,
+            unified_kv=model.is_unified,
+            prefill_assistant=model.defaults.prefill_assistant,
+            jinja=model.template is not None,
+        ),
+        counters=convert.from_counters(snapshot.counters),
+        gauges=model_pb2.Gauges(running_requests=snapshot.running, queued_requests=snapshot.queued),
+        pools=[convert.from_pool(pool) for pool in snapshot.pools],
+        device=model.device,
+    )

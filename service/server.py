@@ -1,0 +1,299 @@
+"""The service as a process sees it: doors, health, loading, serving, stopping.
+
+Health is answered from the first moment: "" says that the process is alive,
+`kvarts.v1.GenerationService` that it can generate. All other calls answer MODEL_LOADING until the
+model is there. It must not know what a servicer does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from kvarts.v1 import (
+    embedding_pb2,
+    embedding_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    lora_pb2,
+    lora_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    rebuild_pb2,
+    rebuild_pb2_grpc,
+    slot_pb2,
+    slot_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+from engine.errors import EngineError
+from engine.types import EventSink
+from service.bridge import Bridge, BridgeHooks
+from service.embedding import EmbeddingServicer
+from service.fetch.errors import FetchError
+from service.generation import GenerationServicer
+from service.interceptors import Auth, Fence, Telemetry
+from service.keys import KeyRing
+from service.loaded import LoadedModel, LoadModel
+from service.lora import LoraServicer
+from service.metrics import Metrics, MetricsServer
+from service.model import ModelServicer
+from service.options import ServiceOptions, TlsFiles
+from service.rebuild import RebuildServicer
+from service.slots import SlotServicer
+from service.tokenization import TokenizationServicer
+
+READY_SERVICE = "kvarts.v1.GenerationService"
+MAX_REQUEST_BYTES = 16 << 20
+# A reader whose window stays closed for this long is given up.
+STALL_LIMIT_S = 30.0
+# Kept of the shutdown timeout for the last answers to leave.
+_FLUSH_S = 0.5
+# Streams of one connection beyond slots and queue: lists, health, metrics.
+_SPARE_STREAMS = 256
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICES = (
+    embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"],
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    lora_pb2.DESCRIPTOR.services_by_name["LoraService"],
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    rebuild_pb2.DESCRIPTOR.services_by_name["RebuildService"],
+    slot_pb2.DESCRIPTOR.services_by_name["SlotService"],
+    tokenization_pb2.DESCRIPTOR.services_by_name["TokenizationService"],
+)
+
+_LOG = logging.getLogger("kvarts.service")
+
+
+class BindError(Exception):
+    """An address cannot be listened on; the message names it."""
+
+
+class Server:
+    """One gRPC server; made, used and stopped on one event loop."""
+
+    def __init__(self, options: ServiceOptions, *, stall_limit_s: float = STALL_LIMIT_S) -> None:
+        self._options = options
+        self._metrics = Metrics()
+        # The package's asyncio half has no types.
+        self._health: Any = cast("Any", health).aio.HealthServicer()
+        self._bridge = Bridge(
+            BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault)
+        )
+        self._grpc = grpc.aio.server(
+            interceptors=(
+                Telemetry(self._metrics),
+                Auth(KeyRing(options.api_keys, options.admin_key)),
+                Fence(stall_limit_s),
+            ),
+            options=_channel_options(options),
+        )
+        self._closing = ExitStack()
+        self._background: set[asyncio.Task[None]] = set()
+        self.port: int | None = None
+        self.metrics_port: int | None = None
+        self.addresses: tuple[str, ...] = ()
+
+    async def start(self) -> None:
+        """Opens the doors; from now on health is answered.
+
+        Raises:
+            BindError: An address is in use or cannot be had.
+        """
+        await self._health.set("", _SERVING)
+        await self._health.set(READY_SERVICE, _NOT_SERVING)
+        self._add_servicers()
+        self._bind()
+        await self._grpc.start()
+
+    async def load(self, load_model: LoadModel) -> None:
+        """Builds the model on a thread of its own, then is ready.
+
+        Raises:
+            ShuttingDown: The server was stopped meanwhile.
+            Exception: Whatever the loader raises.
+        """
+        await self._bridge.load(load_model)
+        self._metrics.watch(self._bridge.model.engine.snapshot)
+        await self._health.set(READY_SERVICE, _SERVING)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends within `timeout_s`: readiness drops, what waits is refused, what runs may finish.
+
+        Then the rest is answered UNAVAILABLE, the engine thread is joined and the doors close.
+        """
+        await self._health.enter_graceful_shutdown()
+        await self._bridge.stop(max(0.0, timeout_s - _FLUSH_S))
+        await self._grpc.stop(min(timeout_s, _FLUSH_S))
+        self._closing.close()
+
+    def _on_fault(self, fault: BaseException) -> None:
+        """The engine is gone for good: neither ready nor alive, so that a supervisor restarts."""
+        _LOG.critical("the engine thread died: %s", type(fault).__name__)
+        task = asyncio.get_running_loop().create_task(self._report_death())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _report_death(self) -> None:
+        await self._health.set(READY_SERVICE, _NOT_SERVING)
+        await self._health.set("", _NOT_SERVING)
+
+    def _add_servicers(self) -> None:
+        server, bridge = self._grpc, self._bridge
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(bridge, self._metrics), server
+        )
+        tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(
+            TokenizationServicer(bridge), server
+        )
+        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(bridge), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(bridge), server)
+        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge), server)
+        lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraServicer(bridge), server)
+        rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(RebuildServicer(bridge), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        _add_reflection(server)
+
+    def _bind(self) -> None:
+        options = self._options
+        if options.private_socket is not None:
+            address = f"unix:{options.private_socket}"
+            self._listen(address, None)
+            self.addresses += (address,)
+        if options.grpc_port is not None:
+            address = _address(options.grpc_host, options.grpc_port)
+            self.port = self._listen(address, options.tls)
+            self.addresses += (_address(options.grpc_host, self.port),)
+        if options.metrics_port is not None:
+            host, port = options.grpc_host, options.metrics_port
+            try:
+                metrics = MetricsServer(self._metrics, host, port)
+            except OSError as error:
+                raise BindError(f"cannot listen on {_address(host, port)}: {error}") from error
+            self.metrics_port = self._closing.enter_context(metrics).port
+
+    def _listen(self, address: str, tls: TlsFiles | None) -> int:
+        try:
+            if tls is None:
+                return self._grpc.add_insecure_port(address)
+            return self._grpc.add_secure_port(address, _credentials(tls))
+        except RuntimeError as error:
+            raise BindError(f"cannot listen on {address}: the address is in use") from error
+
+
+async def serve(
+    options: ServiceOptions, stop: asyncio.Event, load_model: LoadModel | None = None
+) -> int:
+    """Serves until `stop` is set.
+
+    Args:
+        options: what was asked for.
+        stop: set by whoever catches signals.
+        load_model: builds the model; None takes the one that the options name.
+
+    Returns:
+        The exit status: 0 after a stop, 1 if an address or the model cannot be had.
+    """
+    server = Server(options)
+    try:
+        await server.start()
+    except BindError as error:
+        _LOG.error("%s", error)
+        await server.stop(0.0)
+        return 1
+    _LOG.info("listening on %s", ", ".join(server.addresses))
+    stopping = asyncio.create_task(stop.wait())
+    loading = asyncio.create_task(server.load(load_model or _named_by(options)))
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    status = 0 if stop.is_set() else _load_status(loading)
+    if status == 0:
+        await stopping
+    await server.stop(options.shutdown_timeout_s if status == 0 else 0.0)
+    for task in (loading, stopping):
+        task.cancel()
+    await asyncio.gather(loading, stopping, return_exceptions=True)
+    return status
+
+
+def _named_by(options: ServiceOptions) -> LoadModel:
+    def load(sink: EventSink) -> LoadedModel:
+        # jax takes a second to import, which health and the gateway must not wait for.
+        from service.loader import load_named
+
+        return load_named(options, sink)
+
+    return load
+
+
+def _load_status(loading: asyncio.Task[None]) -> int:
+    error = loading.exception()
+    if error is None:
+        _LOG.info("ready")
+        return 0
+    if isinstance(error, EngineError | FetchError):
+        _LOG.error("cannot load the model: %s", error)
+    else:
+        _LOG.error("cannot load the model", exc_info=error)
+    return 1
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Adds reflection as v1alpha and, the same messages under the newer name, as v1."""
+    names = (
+        *(service.full_name for service in _SERVICES),
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)
+    # grpcio-reflection has only v1alpha (grpc#38576); grpcurl and buf ask for v1 first.
+    servicer: Any = reflection.aio.ReflectionServicer(names)
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "grpc.reflection.v1.ServerReflection",
+                {
+                    "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+                        servicer.ServerReflectionInfo,
+                        reflection_pb2.ServerReflectionRequest.FromString,
+                        reflection_pb2.ServerReflectionResponse.SerializeToString,
+                    )
+                },
+            ),
+        )
+    )
+
+
+def _channel_options(options: ServiceOptions) -> Sequence[tuple[str, int]]:
+    streams = options.engine.num_slots + options.engine.queue_requests + _SPARE_STREAMS
+    return (
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        # Below slots + queue a gateway's calls, all on one connection, would wait unseen.
+        ("grpc.max_concurrent_streams", streams),
+        # Without this a second server binds the same port and silently takes half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    )
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    pair = (Path(tls.key_file).read_bytes(), Path(tls.cert_file).read_bytes())
+    roots = Path(tls.client_ca_file).read_bytes() if tls.client_ca_file else None
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=roots, require_client_auth=roots is not None
+    )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"

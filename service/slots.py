@@ -1,0 +1,129 @@
+"""SlotService: lists and empties slots; without a slot directory nothing is saved or restored."""
+
+from __future__ import annotations
+
+import grpc
+from kvarts.v1 import slot_pb2, slot_pb2_grpc
+
+from engine.errors import NoSuchSlot
+from service import telemetry
+from service.bridge import Bridge
+from service.convert import from_slot
+from service.errors import SlotSaveDisabled
+from service.faults import Faults
+from service.validate import check_filename, check_page, check_save, check_slot_id, limits_of
+
+ListRequest = slot_pb2.ListSlotsRequest
+ListResponse = slot_pb2.ListSlotsResponse
+SaveRequest = slot_pb2.SaveSlotRequest
+SaveResponse = slot_pb2.SaveSlotResponse
+RestoreRequest = slot_pb2.RestoreSlotRequest
+RestoreResponse = slot_pb2.RestoreSlotResponse
+EraseRequest = slot_pb2.EraseSlotRequest
+EraseResponse = slot_pb2.EraseSlotResponse
+FilesRequest = slot_pb2.ListSlotFilesRequest
+FilesResponse = slot_pb2.ListSlotFilesResponse
+DeleteRequest = slot_pb2.DeleteSlotFileRequest
+DeleteResponse = slot_pb2.DeleteSlotFileResponse
+
+
+class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
+    """Speaks for the engine's slots."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+
+    async def ListSlots(
+        self, request: ListRequest, context: grpc.aio.ServicerContext[ListRequest, ListResponse]
+    ) -> ListResponse:
+        """Lists all slots as they were after the last step.
+
+        Raises:
+            EngineError: The model is not there yet.
+        """
+        return ListResponse(slots=[from_slot(s) for s in self._bridge.engine.snapshot().slots])
+
+    async def EraseSlot(
+        self, request: EraseRequest, context: grpc.aio.ServicerContext[EraseRequest, EraseResponse]
+    ) -> EraseResponse:
+        """Empties a slot, waiting within the deadline while it is in use.
+
+        Raises:
+            EngineError: The request was refused.
+        """
+        _ = self._bridge.model
+        faults = Faults()
+        check_slot_id(faults, request)
+        faults.raise_if_any()
+        erased = await self._bridge.erase(
+            request.slot_id,
+            fail_if_busy=request.fail_if_busy,
+            tenant=telemetry.current().tenant,
+        )
+        return EraseResponse(
+            slot_id=erased.slot_id, erased_tokens=erased.tokens, freed_pages=erased.pages
+        )
+
+    async def SaveSlot(
+        self, request: SaveRequest, context: grpc.aio.ServicerContext[SaveRequest, SaveResponse]
+    ) -> SaveResponse:
+        """Refuses.
+
+        Raises:
+            EngineError: A field is bad; else SlotSaveDisabled.
+        """
+        limits = limits_of(self._bridge.model)
+        check_save(request, limits)
+        _require_slot(request.slot_id, limits.num_slots)
+        raise SlotSaveDisabled
+
+    async def RestoreSlot(
+        self,
+        request: RestoreRequest,
+        context: grpc.aio.ServicerContext[RestoreRequest, RestoreResponse],
+    ) -> RestoreResponse:
+        """Refuses.
+
+        Raises:
+            EngineError: A field is bad; else SlotSaveDisabled.
+        """
+        limits = limits_of(self._bridge.model)
+        faults = Faults()
+        check_slot_id(faults, request)
+        check_filename(faults, "filename", request.filename)
+        faults.raise_if_any()
+        _require_slot(request.slot_id, limits.num_slots)
+        raise SlotSaveDisabled
+
+    async def ListSlotFiles(
+        self, request: FilesRequest, context: grpc.aio.ServicerContext[FilesRequest, FilesResponse]
+    ) -> FilesResponse:
+        """Refuses.
+
+        Raises:
+            EngineError: A field is bad; else SlotSaveDisabled.
+        """
+        _ = self._bridge.model
+        check_page(request)
+        raise SlotSaveDisabled
+
+    async def DeleteSlotFile(
+        self,
+        request: DeleteRequest,
+        context: grpc.aio.ServicerContext[DeleteRequest, DeleteResponse],
+    ) -> DeleteResponse:
+        """Refuses.
+
+        Raises:
+            EngineError: A field is bad; else SlotSaveDisabled.
+        """
+        _ = self._bridge.model
+        faults = Faults()
+        check_filename(faults, "filename", request.filename)
+        faults.raise_if_any()
+        raise SlotSaveDisabled
+
+
+def _require_slot(slot_id: int, num_slots: int) -> None:
+    if slot_id >= num_slots:
+        raise NoSuchSlot(slot_id, num_slots)
