@@ -19,8 +19,8 @@ from engine.types import Sampler
 INT32_MAX = 2**31 - 1
 ON_WORDS = frozenset({"on", "enabled", "true", "1"})
 OFF_WORDS = frozenset({"off", "disabled", "false", "0"})
-_INTEGER = re.compile(r"[+-]?\d{1,20}")
-_LOGIT_BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(\S+)\s*")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_LOGIT_BIAS = re.compile(r"\s*([0-9]{1,10})\s*([+-])\s*(\S+)\s*")
 
 # Letters of --sampler-seq. Source: llama.cpp, common_sampler_type_to_chr.
 _SAMPLER_LETTERS = {

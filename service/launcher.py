@@ -1,0 +1,197 @@
+"""kvarts-server: the service in this process and the gateway as its child, as one server.
+
+The gateway starts first, so that HTTP answers "Loading model" while the service loads. It gets its
+options as one line on stdin, and the pipe then stays open: however this process ends, the kernel
+closes the pipe and the gateway ends too, so that nothing is ever orphaned. The two talk over a
+Unix socket in a folder of this user alone; the public gRPC door, if asked for, is a second one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from service.command_line import ServerOptions, server_command_line
+from service.exposure import exposure_warning
+from service.options import ServiceOptions
+
+# -P: a folder named `gateway` where the user happens to stand is not ours.
+_GATEWAY = (sys.executable, "-P", "-m", "gateway", "--options-stdin")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Beyond --shutdown-timeout: how long the gateway may take to end, and then the whole server. By
+# default 2 + 2 seconds, since whoever started a server commonly kills it after 5.
+_CHILD_MARGIN_S = 1.0
+_STOP_MARGIN_S = 2.0
+# Linux takes 107 bytes, macOS 103.
+_MAX_SOCKET_BYTES = 100
+
+# Serves until the event is set; returns the exit status.
+Serve = Callable[[ServiceOptions, asyncio.Event], Awaitable[int]]
+
+
+def main() -> int:
+    """Runs kvarts-server; returns the exit status."""
+    options = server_command_line(sys.argv[1:], os.environ)
+    return launch(options, _serve)
+
+
+def launch(options: ServerOptions, serve: Serve, gateway: Sequence[str] = _GATEWAY) -> int:
+    """Runs both halves until a signal, a failure or the end of either stops both.
+
+    Args:
+        options: what was asked for.
+        serve: runs the service.
+        gateway: the child's command; a test replaces it.
+
+    Returns:
+        0 after a signal, the gateway's status if it ended by itself, else that of `serve`.
+    """
+    _warn(options)
+    folder = Path(tempfile.mkdtemp(prefix="kvarts-", dir=_socket_parent()))
+    try:
+        socket = folder / "service.sock"
+        child = subprocess.Popen(
+            gateway,
+            stdin=subprocess.PIPE,
+            # Of its own group, so that Ctrl-C reaches this process alone, which passes it on once.
+            process_group=0,
+        )
+        try:
+            _send(child, options.gateway_line(f"unix:{socket}"))
+            server = _Server(child, options.service.shutdown_timeout_s)
+            return server.run(replace(options.service, private_socket=str(socket)), serve)
+        finally:
+            _end(child, options.service.shutdown_timeout_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Server:
+    """One run: what a signal and the child's end do to it."""
+
+    def __init__(self, child: subprocess.Popen[bytes], shutdown_timeout_s: float) -> None:
+        self._child = child
+        self._limit_s = shutdown_timeout_s + _STOP_MARGIN_S
+        self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def run(self, options: ServiceOptions, serve: Serve) -> int:
+        """Serves; returns the exit status."""
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            status = asyncio.run(self._run(options, serve))
+        except _Stopped:
+            return 0
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return 0 if self._signals else status
+
+    async def _run(self, options: ServiceOptions, serve: Serve) -> int:
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch_child, daemon=True, name="gateway-watch").start()
+        status = await serve(options, self._stop)
+        ended = self._child.poll()
+        if ended is not None and not self._signals:
+            sys.stderr.write(f"kvarts-server: the gateway ended with status {ended}\n")
+            return ended if ended > 0 else 1
+        return status
+
+    def _watch_child(self) -> None:
+        self._child.wait()
+        self._request_stop()
+
+    def _request_stop(self) -> None:
+        loop, stop = self._loop, self._stop
+        if loop is None or stop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(stop.set)
+        except RuntimeError:
+            # The loop is closed: there is nothing left to stop.
+            return
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._force(128 + number)
+        if self._child.poll() is None:
+            self._child.terminate()
+        limit = threading.Timer(self._limit_s, self._force, (1,))
+        limit.daemon = True
+        limit.start()
+        if self._loop is None:
+            raise _Stopped
+        self._request_stop()
+
+    def _force(self, status: int) -> None:
+        """Ends everything now; a thread that is deep in a compilation cannot be asked to."""
+        self._child.kill()
+        os._exit(status)
+
+
+class _Stopped(BaseException):
+    """A signal came before there was a loop to tell."""
+
+
+def _send(child: subprocess.Popen[bytes], line: bytes) -> None:
+    assert child.stdin is not None
+    try:
+        child.stdin.write(line)
+        child.stdin.flush()
+    except BrokenPipeError:
+        # It ended before it read: its own message says why, and the watcher sees it.
+        return
+
+
+def _end(child: subprocess.Popen[bytes], shutdown_timeout_s: float) -> None:
+    """Ends the gateway: the closed pipe asks it to, as does the signal; then it is killed."""
+    if child.poll() is None:
+        child.terminate()
+    if child.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+    try:
+        child.wait(shutdown_timeout_s + _CHILD_MARGIN_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _socket_parent() -> str | None:
+    """The temporary folder, unless a Unix socket's path in it would be too long."""
+    sample = os.path.join(tempfile.gettempdir(), "kvarts-12345678", "service.sock")
+    return None if len(os.fsencode(sample)) <= _MAX_SOCKET_BYTES else "/tmp"
+
+
+def _warn(options: ServerOptions) -> None:
+    hosts = list(options.parsed["hosts"])
+    if options.service.grpc_port is not None:
+        hosts.append(options.service.grpc_host)
+    warning = exposure_warning(hosts, has_key=bool(options.service.api_keys))
+    if warning:
+        sys.stderr.write(warning + "\n")
+
+
+async def _serve(options: ServiceOptions, stop: asyncio.Event) -> int:
+    # Imported only now: the gateway must answer before the engine's imports are through.
+    from service.server import serve
+
+    return await serve(options, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.types import Mirostat, SamplingParams
+from gateway.options import GatewayOptions, decode_options
+from service.flag_table import FLAGS
+from service.flags import FlagError, parse
+from service.options import ServiceOptions, config_file_paths, gateway_options, service_options
+
+
+def _service(*words: str, **environ: str) -> ServiceOptions:
+    return service_options(parse(words, environ, FLAGS))
+
+
+def _gateway(*words: str, **environ: str) -> GatewayOptions:
+    return decode_options(gateway_options(parse(words, environ, FLAGS), "unix:/s"))
+
+
+def test_silence_is_the_peers_defaults() -> None:
+    options = _service()
+    assert options.defaults.sampling == SamplingParams()
+    assert options.sampling_given == frozenset()
+    assert options.defaults.max_tokens is None
+    assert (options.engine.num_slots, options.engine.unified) == (4, True)
+    assert options.engine.context_tokens == 0
+    assert options.engine.chunk_tokens == 512
+    assert options.engine.kv_dtype == "f16"
+    assert options.grpc_port is None
+
+
+def test_silence_is_the_gateways_own_defaults() -> None:
+    expected = GatewayOptions(service="unix:/s", chat_template_kwargs={"preserve_reasoning": True})
+    assert _gateway() == expected
+
+
+def test_slots_by_number_split_the_context() -> None:
+    assert _service("-np", "2").engine.unified is False
+    assert _service("-np", "2", "-kvu").engine.unified is True
+    assert _service("-no-kvu").engine.unified is False
+
+
+@pytest.mark.parametrize(
+    ("words", "chunk"), [(["-b", "32"], 32), (["-ub", "64"], 64), (["-b", "9", "-ub", "7"], 7)]
+)
+def test_the_smaller_batch_bounds_a_chunk(words: list[str], chunk: int) -> None:
+    assert _service(*words).engine.chunk_tokens == chunk
+
+
+def test_keys_and_values_have_one_type() -> None:
+    assert _service("-ctk", "f32", "-ctv", "f32").engine.kv_dtype == "f32"
+    with pytest.raises(FlagError, match="-ctk f32 and -ctv f16"):
+        _service("-ctk", "f32")
+
+
+def test_sampling_says_what_was_given() -> None:
+    options = _service("--temp", "-3", "--top-k", "-1", "--mirostat", "2", "--ignore-eos")
+    sampling = options.defaults.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.mirostat) == (0, 0, Mirostat.V2)
+    assert options.defaults.ignore_eos
+    assert options.sampling_given == {"temperature", "top_k", "mirostat"}
+
+
+def test_a_dry_base_below_one_is_ignored_as_the_peer_does() -> None:
+    assert _service("--dry-base", "0.5").defaults.sampling.dry_base == 1.75
+
+
+def test_dry_breakers_replace_the_usual_ones() -> None:
+    given = _service("--dry-sequence-breaker", r"\n", "--dry-sequence-breaker", "x")
+    assert given.defaults.sampling.dry_sequence_breakers == ("\n", "x")
+    none = _service("--dry-sequence-breaker", "none")
+    assert none.defaults.sampling.dry_sequence_breakers == ()
+
+
+def test_stop_strings_are_unescaped_unless_told() -> None:
+    assert _service("-r", r"\n", "-r", "b").defaults.stop == ("\n", "b")
+    assert _service("-r", r"\n", "--no-escape").defaults.stop == (r"\n",)
+    with pytest.raises(FlagError, match="--reverse-prompt: must be UTF-8"):
+        _service("-r", r"\xff")
+
+
+def test_keys_come_from_flags_and_file_once_each(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# note\n\nfrom-file\nb\n")
+    words = ["--api-key", "a,b", "--api-key-file", str(file)]
+    assert _service(*words).api_keys == ("a", "b", "from-file")
+    gateway = _gateway(*words, "--admin-key", "root")
+    assert gateway.api_keys == ("a", "b", "from-file", "root")
+    assert gateway.service_key == "a"
+
+
+def test_an_admin_key_alone_leaves_the_gateway_open() -> None:
+    gateway = _gateway("--admin-key", "root")
+    assert (gateway.api_keys, gateway.service_key) == ((), "root")
+
+
+def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# nothing\n")
+    with pytest.raises(FlagError, match="holds no key"):
+        _service("--api-key-file", str(file))
+    with pytest.raises(FlagError, match="No such file"):
+        _service("--api-key-file", str(tmp_path / "none"))
+
+
+def test_secrets_do_not_show_in_a_printed_options() -> None:
+    text = repr(_service("--api-key", "s3cret", "--admin-key", "adm1n", "-hft", "t0ken"))
+    assert not any(secret in text for secret in ("s3cret", "adm1n", "t0ken"))
+
+
+def test_certificate_and_key_need_each_other(tmp_path: Path) -> None:
+    pem = tmp_path / "a.pem"
+    pem.write_text("x")
+    both = ["--ssl-cert-file", str(pem), "--ssl-key-file", str(pem)]
+    tls = _service(*both).tls
+    assert tls is not None
+    assert tls.client_ca_file is None
+    assert _gateway(*both).ssl_cert_file == str(pem)
+    with pytest.raises(FlagError, match="each needs the other"):
+        _service("--ssl-key-file", str(pem))
+    with pytest.raises(FlagError, match="--ssl-client-ca-file: needs"):
+        _service("--ssl-client-ca-file", str(pem))
+
+
+def test_a_template_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages }}")
+    assert _service("--chat-template-file", str(file)).chat_template == "{{ messages }}"
+    file.write_bytes(b"\xff")
+    with pytest.raises(FlagError, match="is not UTF-8"):
+        _service("--chat-template-file", str(file))
+
+
+def test_template_variables_reach_both_halves() -> None:
+    words = ["--chat-template-kwargs", '{"a": 1}', "--no-reasoning-preserve"]
+    expected = {"a": 1, "preserve_reasoning": False}
+    assert _service(*words).defaults.template_kwargs == expected
+    assert _gateway(*words).chat_template_kwargs == expected
+
+
+def test_api_prefix_is_a_path() -> None:
+    assert _gateway("--api-prefix", "/x/").api_prefix == "/x"
+    with pytest.raises(FlagError, match="must start with /"):
+        _gateway("--api-prefix", "x")
+
+
+def test_hosts_are_a_list_and_not_empty() -> None:
+    assert _gateway("--host", "127.0.0.1, ::1,/run/a.sock").hosts == (
+        "127.0.0.1",
+        "::1",
+        "/run/a.sock",
+    )
+    with pytest.raises(FlagError, match="at least one address"):
+        _gateway("--host", ",")
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ([], "info"),
+        (["-v"], "debug"),
+        (["-lv", "2"], "warning"),
+        (["-lv", "5"], "debug"),
+        (["--log-disable", "-v"], "off"),
+    ],
+)
+def test_log_levels(words: list[str], level: str) -> None:
+    assert _service(*words).log_level == level
+
+
+def test_verbose_answers_need_more_than_verbose_logs() -> None:
+    assert _gateway("-lv", "5").is_verbose is False
+    assert _gateway("-lv", "10").is_verbose is True
+
+
+def test_json_logs_by_either_flag() -> None:
+    assert _service("--log-jsonl").log_format == "json"
+    assert _service("--log-format", "json").log_format == "json"
+
+
+def test_caches_follow_the_variables_in_the_peers_order() -> None:
+    assert _service(LLAMA_CACHE="/a", HF_HUB_CACHE="/b").model.hub_dir == Path("/a")
+    assert _service(HF_HUB_CACHE="/b", HF_HOME="/c").model.hub_dir == Path("/b")
+    assert _service(HF_HOME="/c", XDG_CACHE_HOME="/d").model.hub_dir == Path("/c/hub")
+    last = _service(XDG_CACHE_HOME="/d").model
+    assert (last.hub_dir, last.cache_dir) == (Path("/d/huggingface/hub"), Path("/d/kvarts"))
+    assert _service("--cache-dir", "/e").engine.compile_cache == "/e/xla"
+
+
+def test_the_compile_cache_can_be_off() -> None:
+    assert _service("--compile-cache", "off").engine.compile_cache is None
+
+
+def test_a_file_of_a_repository_needs_the_repository() -> None:
+    with pytest.raises(FlagError, match="--hf-file: needs --hf-repo"):
+        _service("--hf-file", "a.gguf")
+
+
+def test_config_files_are_the_systems_then_the_users() -> None:
+    paths = config_file_paths({"XDG_CONFIG_HOME": "/u"})
+    assert paths == (Path("/etc/llama.cpp/config.ini"), Path("/u/llama.cpp/config.ini"))
