@@ -158,7 +158,7 @@ def parse_header(buffer: mmap, file_name: str, shard_id: int = 0) -> Header:
     for index in range(num_keys):
         key = cursor.name(f"key {index}", MAX_KEY_BYTES)
         if key in entries:
-            raise cursor.error(f"key {key!r} appears twice")
+            raise cursor.error(f"key {quoted(key)} appears twice")
         entries[key] = _parse_entry(cursor, key)
     alignment = _alignment(cursor, entries)
     tensors = _parse_tensors(cursor, num_tensors, alignment, shard_id)
@@ -188,15 +188,15 @@ def _parse_count(cursor: _Cursor, what: str, min_entry_bytes: int) -> int:
 
 
 def _parse_kind(cursor: _Cursor, key: str) -> GGUFValueType:
-    number = cursor.u32(f"key {key!r}")
+    number = cursor.u32(f"key {quoted(key)}")
     try:
         return GGUFValueType(number)
     except ValueError as error:
-        raise cursor.error(f"key {key!r} has unknown value type {number}") from error
+        raise cursor.error(f"key {quoted(key)} has unknown value type {number}") from error
 
 
 def _parse_entry(cursor: _Cursor, key: str) -> Entry:
-    what = f"key {key!r}"
+    what = f"key {quoted(key)}"
     kind = _parse_kind(cursor, key)
     if kind is GGUFValueType.STRING:
         start = cursor.skip(cursor.u64(what), what)
@@ -208,7 +208,7 @@ def _parse_entry(cursor: _Cursor, key: str) -> Entry:
 
 
 def _parse_array(cursor: _Cursor, key: str) -> Entry:
-    what = f"key {key!r}"
+    what = f"key {quoted(key)}"
     kind = _parse_kind(cursor, key)
     if kind is GGUFValueType.ARRAY:
         raise cursor.error(f"{what} is an array of arrays")
@@ -247,11 +247,11 @@ def _parse_tensors(
     for index in range(count):
         info = _parse_tensor(cursor, index, shard_id)
         if info.name in tensors:
-            raise cursor.error(f"tensor {info.name!r} appears twice")
+            raise cursor.error(f"tensor {quoted(info.name)} appears twice")
         # No holes and no overlaps, as llama.cpp demands: data has one meaning only.
         if info.offset != data_bytes:
             raise cursor.error(
-                f"tensor {info.name!r} is at data offset {info.offset}, expected {data_bytes}"
+                f"tensor {quoted(info.name)} is at data offset {info.offset}, expected {data_bytes}"
             )
         tensors[info.name] = info
         data_bytes = _align(data_bytes + info.nbytes, alignment)
@@ -260,7 +260,7 @@ def _parse_tensors(
         end = base + info.offset + info.nbytes
         if end > cursor.size:
             raise cursor.error(
-                f"tensor {name!r} ends at byte {end}, the file has {cursor.size} bytes"
+                f"tensor {quoted(name)} ends at byte {end}, the file has {cursor.size} bytes"
             )
     return {
         name: TensorInfo(
@@ -272,7 +272,7 @@ def _parse_tensors(
 
 def _parse_tensor(cursor: _Cursor, index: int, shard_id: int) -> TensorInfo:
     name = cursor.name(f"tensor {index}", MAX_TENSOR_NAME_BYTES)
-    what = f"tensor {name!r}"
+    what = f"tensor {quoted(name)}"
     num_dims = cursor.u32(what)
     if num_dims > MAX_DIMS:
         raise cursor.error(f"{what} has {num_dims} dimensions, the limit is {MAX_DIMS}")
@@ -295,6 +295,11 @@ def _parse_tensor(cursor: _Cursor, index: int, shard_id: int) -> TensorInfo:
         )
     nbytes = num_elements // block_elements * block_bytes
     return TensorInfo(name, ggml_type, shape, nbytes, cursor.u64(what), shard_id)
+
+
+def quoted(name: str) -> str:
+    """A name out of a file as errors show it: escaped, and no longer than a line."""
+    return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
 def _align(offset: int, alignment: int) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gguf import GGUFValueType
 
 from engine.errors import ModelFileError
-from engine.gguf.header import SCALAR_CODES, Entry
+from engine.gguf.header import SCALAR_CODES, Entry, quoted
 
 Value = int | float | bool | str | npt.NDArray[Any] | tuple[bytes, ...]
 
@@ -67,7 +67,7 @@ class Metadata(Mapping[str, Value]):
 
     def error(self, key: str, detail: str) -> ModelFileError:
         """Makes the error that says what is wrong with a key's value."""
-        return ModelFileError(path=self._file_name, detail=f"key {key!r} {detail}")
+        return ModelFileError(path=self._file_name, detail=f"key {quoted(key)} {detail}")
 
     def get_uint(self, key: str, default: int | None = None, *, maximum: int = _MAX_UINT) -> int:
         """Returns an integer in 0 .. `maximum`, stored in any integer type.

@@ -84,9 +84,9 @@ class GgufFile:
     def release(self, name: str, start: int = 0, end: int | None = None) -> None:
         """Lets go of the memory behind bytes `start .. end` of a tensor (by default, all of it).
 
-        Views stay valid: a page that is touched again is read from the file again. That is also
-        why the first page may be shared with a neighbour; the last one is kept, as the reader
-        walks forward.
+        Views stay valid: a page that is touched again is read from the file again, so it does no
+        harm that the first page may hold a neighbour's bytes too. The last page is kept unless
+        the range covers it, because a reader that walks forward needs it next.
 
         Raises:
             ModelFileError: There is no such tensor.

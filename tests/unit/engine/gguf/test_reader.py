@@ -309,6 +309,11 @@ HOSTILE: list[tuple[str, bytes, str]] = [
         head([key(b"", U32, ONE)] * 2, []),
         "key 0 has a name of 0 bytes, allowed are 1 to 65535",
     ),
+    (
+        "key-long",
+        head([key(b"n" * 1000, 13, ONE)], []),
+        f"key '{'n' * 77}...' has unknown value type 13",
+    ),
     ("key-text", head([key(b"\xff\xfe", U32, ONE)], []), "key 0 has a name that is not UTF-8"),
     ("key-twice", head([key(b"k", U32, ONE)] * 2, []), "key 'k' appears twice"),
     ("key-type", head([key(b"k", 13, ONE)], []), "key 'k' has unknown value type 13"),
