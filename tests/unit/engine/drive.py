@@ -1,0 +1,121 @@
+"""Drives the real engine step by step over the fakes and keeps what every request was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.failpoints import Failpoints
+from engine.types import (
+    Cancelled,
+    Chunk,
+    EngineConfig,
+    Event,
+    Failed,
+    Finished,
+    Progress,
+    Started,
+)
+from tests.fakes import FakeClock, FakeRunner, fake_engine
+
+
+class Drive:
+    """An engine that is never started, so that every step is the test's."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 2,
+        context_tokens: int = 64,
+        kv_pages: int = 32,
+        page_tokens: int = 4,
+        chunk_tokens: int = 16,
+        queue_requests: int = 256,
+        max_decodes: int = 16,
+        max_chunk: int = 64,
+        failpoints: Failpoints | None = None,
+        next_token: Callable[[Sequence[int]], int] | None = None,
+    ) -> None:
+        self.clock = FakeClock()
+        self.runner = FakeRunner(
+            kv_pages,
+            page_tokens,
+            max_decodes=max_decodes,
+            max_chunk=max_chunk,
+            next_token=next_token,
+            keep_batches=True,
+        )
+        self.events: list[tuple[str, Event]] = []
+        self.num_calls = 0
+        self.engine = fake_engine(
+            self._on_events,
+            config=EngineConfig(
+                context_tokens=context_tokens,
+                num_slots=num_slots,
+                page_tokens=page_tokens,
+                chunk_tokens=chunk_tokens,
+                kv_pages=kv_pages,
+                queue_requests=queue_requests,
+            ),
+            runner=self.runner,
+            clock=self.clock,
+            failpoints=failpoints,
+            training_tokens=context_tokens,
+        )
+
+    def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
+        self.num_calls += 1
+        self.events += events
+
+    def steps(self, count: int = 1) -> Drive:
+        for _ in range(count):
+            self.engine.step()
+            self.engine.check_integrity()
+        return self
+
+    def rest(self, limit: int = 1000) -> Drive:
+        """Steps until nothing runs or waits, then checks that idle means empty."""
+        for _ in range(limit):
+            self.steps()
+            now = self.engine.snapshot()
+            if now.running == now.queued == 0:
+                break
+        else:
+            raise AssertionError("the engine did not come to rest")
+        (pool,) = now.pools
+        assert pool.used == 0
+        assert pool.free + pool.pinned + pool.cached == pool.size
+        return self
+
+    def of(self, request_id: str) -> list[Event]:
+        return [event for name, event in self.events if name == request_id]
+
+    def started(self, request_id: str) -> Started:
+        (event,) = [event for event in self.of(request_id) if isinstance(event, Started)]
+        return event
+
+    def has_started(self, request_id: str) -> bool:
+        return any(isinstance(event, Started) for event in self.of(request_id))
+
+    def chunks(self, request_id: str) -> list[Chunk]:
+        return [event for event in self.of(request_id) if isinstance(event, Chunk)]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [chunk.token_id for chunk in self.chunks(request_id)]
+
+    def progress(self, request_id: str) -> list[int]:
+        return [event.processed for event in self.of(request_id) if isinstance(event, Progress)]
+
+    def end(self, request_id: str) -> Finished | Failed | Cancelled | None:
+        ends = [e for e in self.of(request_id) if isinstance(e, Finished | Failed | Cancelled)]
+        assert len(ends) <= 1, "more than one last event"
+        return ends[0] if ends else None
+
+    def finished(self, request_id: str) -> Finished:
+        end = self.end(request_id)
+        assert isinstance(end, Finished), end
+        return end
+
+    def error(self, request_id: str) -> Exception:
+        end = self.end(request_id)
+        assert isinstance(end, Failed), end
+        return end.error
