@@ -1,0 +1,132 @@
+"""The gateway's process: `kvarts-gateway` from a command line, or a child told by its stdin.
+
+With `--options-stdin` the first line of stdin is the options and the end of stdin is the order to
+stop: a parent that dies, however it dies, takes its gateway with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Generator
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from gateway import flags, listeners, logs
+from gateway.app import make_app
+from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
+from gateway.service import connect
+
+OPTIONS_STDIN = "--options-stdin"
+_LOG = logging.getLogger("gateway")
+_KEEP_ALIVE_S = 60
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its habit of dying by the signal that stopped it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Ends gracefully; asked a second time, at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def main() -> None:
+    """Runs the gateway; exits 1 with one line on stderr where it cannot start."""
+    arguments = sys.argv[1:]
+    is_child = arguments == [OPTIONS_STDIN]
+    try:
+        options = _options(arguments, is_child=is_child)
+        logs.configure(options.log_format, options.log_level)
+        asyncio.run(_serve(options, is_child=is_child))
+    except (flags.FlagError, OSError, ValueError) as error:
+        sys.stderr.write(f"kvarts-gateway: {error}\n")
+        sys.exit(1)
+
+
+def _options(arguments: list[str], *, is_child: bool) -> GatewayOptions:
+    if not is_child:
+        return flags.parse(arguments, os.environ)
+    return decode_options(_first_line(sys.stdin.fileno()))
+
+
+def _first_line(descriptor: int) -> bytes:
+    """Reads one line without taking what comes after it, so that the end of stdin can be seen."""
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) <= MAX_OPTIONS_BYTES:
+        byte = os.read(descriptor, 1)
+        if not byte:
+            break
+        line += byte
+    return bytes(line)
+
+
+async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
+    sockets = listeners.bind_all(options)
+    socket_files = listeners.socket_files(sockets)
+    service = connect(options)
+    server = _Server(_config(options, make_app(options, service)))
+    if is_child:
+        _watch_stdin(server)
+    for address in listeners.addresses(sockets, is_tls=options.ssl_cert_file is not None):
+        _LOG.info("listening on %s", address)
+    try:
+        await server.serve(sockets)
+    finally:
+        listeners.unlink_all(socket_files)
+        await service.channel.close()
+
+
+def _watch_stdin(server: _Server) -> None:
+    loop = asyncio.get_running_loop()
+    descriptor = sys.stdin.fileno()
+
+    def readable() -> None:
+        if not os.read(descriptor, 4096):
+            loop.remove_reader(descriptor)
+            server.stop()
+
+    loop.add_reader(descriptor, readable)
+
+
+def _config(options: GatewayOptions, app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        # Declared as whole seconds, used as any number.
+        timeout_graceful_shutdown=cast(int, options.shutdown_timeout_s),
+        ssl_certfile=options.ssl_cert_file,
+        ssl_keyfile=options.ssl_key_file,
+        ssl_ca_certs=options.ssl_client_ca_file,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_ca_file else ssl.CERT_NONE,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The ASGI application: routes behind the gates, errors in the peer's form, the watch on the service.
+
+Example:
+    >>> app = make_app(GatewayOptions(service="127.0.0.1:50051"), service)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, ExceptionHandler
+
+from gateway.completion import Backend
+from gateway.connection import ClientGone, Connection, json_response
+from gateway.errors import ApiError, ErrorKind
+from gateway.exchange import Exchange, Handler
+from gateway.gates import Gates, presented_key
+from gateway.options import GatewayOptions
+from gateway.page import page_routes
+from gateway.readiness import Readiness
+from gateway.routes import route_table
+from gateway.service import Service, credentials
+from gateway.sse import EventStream
+
+# Nobody reads it: the connection is closed.
+_CLIENT_GONE_STATUS = 499
+
+
+def make_app(options: GatewayOptions, service: Service) -> ASGIApp:
+    """Builds the application over an open connection, which its caller closes."""
+    readiness = Readiness(service, options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        del app
+        watching = asyncio.create_task(readiness.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    routes = [
+        Route(
+            f"{options.api_prefix}{path}",
+            _endpoint(handler, options, service, readiness),
+            methods=[method],
+        )
+        for method, paths, handler in route_table()
+        for path in paths
+    ]
+    app = Starlette(
+        routes=[*routes, *page_routes(options)],
+        exception_handlers=_exception_handlers(),
+        lifespan=lifespan,
+    )
+    # A trailing slash is another path to the peer.
+    app.router.redirect_slashes = False
+    pages = frozenset({"/", "/index.html"}) if options.has_ui else frozenset({"/"})
+    return Gates(app, options, lambda: readiness.facts is not None, pages)
+
+
+def _endpoint(handler: Handler, options: GatewayOptions, service: Service, readiness: Readiness):
+    async def endpoint(request: Request) -> Response | EventStream:
+        facts = readiness.facts
+        if facts is None:
+            raise ApiError(ErrorKind.UNAVAILABLE, "Loading model")
+        key = credentials(presented_key(request.headers))
+        exchange = Exchange(
+            request=request,
+            connection=Connection(request, options.timeout_s),
+            backend=Backend(service, facts, key),
+            options=options,
+        )
+        return await handler(exchange)
+
+    return endpoint
+
+
+def _exception_handlers() -> dict[object, ExceptionHandler]:
+    handlers = {
+        ApiError: _api_error,
+        ClientGone: _client_gone,
+        HTTPException: _http_exception,
+        Exception: _bug,
+    }
+    return cast("dict[object, ExceptionHandler]", handlers)
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    del request
+    body = error.body
+    if body.kind is ErrorKind.NOT_FOUND:
+        response = _not_found()
+    else:
+        response = json_response({"error": body.to_json()}, body.kind.status)
+    response.headers.update(body.headers)
+    return response
+
+
+async def _client_gone(request: Request, error: ClientGone) -> Response:
+    del request, error
+    return Response(status_code=_CLIENT_GONE_STATUS)
+
+
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """An unknown path, or a known one with another method: the peer does not tell them apart."""
+    del request, error
+    return _not_found()
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """A fault of ours. The framework logs it; the client learns only that it happened."""
+    del request, error
+    message = "internal error"
+    return json_response({"error": {"code": 500, "message": message, "type": "server_error"}}, 500)
+
+
+def _not_found() -> Response:
+    """The peer's one 404, which also replaces what handlers wrote."""
+    error = {"message": "File Not Found", "type": "not_found_error", "code": 404}
+    return json_response({"error": error}, 404)

@@ -1,0 +1,80 @@
+"""The course of a chat request: its template is rendered, the rest is a completion."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvarts.v1 import common_pb2, tokenization_pb2
+from starlette.responses import Response
+
+from gateway.chat_body import ChatBody, ChatServer, read_chat_body, without_generation_prompt
+from gateway.completion import Backend, complete
+from gateway.exchange import Exchange
+from gateway.fields import lenient_flag
+from gateway.openai_chat import ChatDialect
+from gateway.options import GatewayOptions
+from gateway.service import answer
+from gateway.sse import EventStream
+
+# The peer's name for the parser of a template whose output is plain text.
+_CHAT_FORMAT = "peg-native"
+
+
+async def chat_completions(exchange: Exchange) -> Response | EventStream:
+    """POST /v1/chat/completions."""
+    body = await exchange.connection.json()
+    read = read_chat_body(body, chat_server(exchange.options))
+    is_verbose = lenient_flag(read.fields.get("verbose"), exchange.options.is_verbose)
+    fields, backend = await exchange.connection.while_connected(
+        _prompted(exchange, read, is_verbose=is_verbose)
+    )
+    dialect = ChatDialect(
+        backend.facts,
+        prefill=read.prefill,
+        is_prefill_streamed=read.is_prefill_echoed,
+        is_verbose=is_verbose,
+    )
+    return await complete(exchange.connection, backend, fields, dialect)
+
+
+def chat_server(options: GatewayOptions) -> ChatServer:
+    """What chat needs to know of the flags."""
+    return ChatServer(
+        use_jinja=options.use_jinja,
+        prefill_assistant=options.prefill_assistant,
+        template_kwargs=options.chat_template_kwargs,
+    )
+
+
+async def render(
+    backend: Backend, chat: common_pb2.ChatPrompt
+) -> tokenization_pb2.ApplyChatTemplateResponse:
+    """Renders a conversation.
+
+    Raises:
+        ApiError: the template fails on it, or the model has none.
+    """
+    request = tokenization_pb2.ApplyChatTemplateRequest(chat=chat)
+    call = backend.service.tokenization.ApplyChatTemplate(request, metadata=backend.metadata)
+    return await answer(call)
+
+
+async def _prompted(
+    exchange: Exchange, read: ChatBody, *, is_verbose: bool
+) -> tuple[dict[str, Any], Backend]:
+    """The completion's body, and a backend whose defaults show the chat in the settings."""
+    backend = exchange.backend
+    prompt = (await render(backend, read.chat)).prompt
+    defaults = backend.facts.defaults
+    if exchange.options.use_jinja:
+        opening = ""
+        # Only a verbose answer shows it, and it costs a second rendering.
+        if is_verbose:
+            before = (await render(backend, without_generation_prompt(read.chat))).prompt
+            opening = prompt[len(before) :] if prompt.startswith(before) else ""
+        defaults = dataclasses.replace(
+            defaults, chat_format=_CHAT_FORMAT, generation_prompt=opening
+        )
+    facts = dataclasses.replace(backend.facts, defaults=defaults)
+    return read.fields | {"prompt": prompt}, dataclasses.replace(backend, facts=facts)

@@ -1,0 +1,97 @@
+"""One HTTP request as handlers see it: its body, its key, and whether its client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import peer_json
+from gateway.errors import ApiError, ErrorKind, server_fault
+from gateway.peer_json import Json
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 100 << 20
+_JSON = "application/json; charset=utf-8"
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+class Connection:
+    """A request and its client. `stall_s` bounds every wait for the client itself."""
+
+    def __init__(self, request: Request, stall_s: float) -> None:
+        self._request = request
+        self.stall_s = stall_s
+
+    async def body(self) -> bytes:
+        """Reads the whole body.
+
+        Raises:
+            ApiError: it is longer than `MAX_BODY_BYTES`, or the client stopped sending.
+            ClientGone: the client left.
+        """
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                async with asyncio.timeout(self.stall_s):
+                    message = await self._request.receive()
+            except TimeoutError as error:
+                raise ApiError(ErrorKind.REQUEST_TIMEOUT, "the body did not arrive") from error
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise ApiError(
+                    ErrorKind.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes"
+                )
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def json(self) -> Any:
+        """Reads the body as JSON; whatever is wrong with it is the peer's 500.
+
+        Raises:
+            ApiError: it is no JSON, too long, or did not arrive.
+            ClientGone: the client left.
+        """
+        try:
+            return peer_json.read(await self.body())
+        except peer_json.UnreadableJson as error:
+            raise server_fault(str(error)) from error
+
+    async def while_connected(self, work: Awaitable[T]) -> T:
+        """Awaits work, cancelling it when the client leaves. The body must have been read.
+
+        Raises:
+            ClientGone: the client left first.
+        """
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._until_gone())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientGone
+            return working.result()
+        finally:
+            watching.cancel()
+            working.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _until_gone(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+
+
+def json_response(value: Json, status: int = 200) -> Response:
+    """A JSON answer in the peer's form."""
+    return Response(peer_json.write(value), status, media_type=_JSON)

@@ -1,0 +1,83 @@
+"""What a dialect of the completion API adds to the common course of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvarts.v1 import generation_pb2
+
+from gateway.peer_json import Json
+from gateway.run import Sample
+from gateway.timings import Timings
+
+
+@dataclass(frozen=True)
+class Step:
+    """A token of a stream. `timings` and `probability` are None where the peer leaves them out."""
+
+    sample: Sample
+    chunk: generation_pb2.Chunk
+    timings: Timings | None
+    probability: Json
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A complete sample: everything that any dialect's answer can show.
+
+    `text`, `tokens` and `probabilities` are empty at the end of a stream, which has sent them.
+    `prompt_text` is "" unless the dialect asked for it.
+    """
+
+    sample: Sample
+    finished: generation_pb2.Finished
+    text: str
+    tokens: Sequence[int]
+    probabilities: Sequence[Json]
+    prompt_text: str
+    timings: Timings
+
+
+class Dialect(Protocol):
+    """The bodies of one family of routes."""
+
+    @property
+    def needs_prompt_text(self) -> bool:
+        """Whether an answer shows the prompt as text, which costs a call."""
+        ...
+
+    @property
+    def terminator(self) -> bytes:
+        """What ends a stream that went well."""
+        ...
+
+    def step(self, step: Step) -> Sequence[Json]:
+        """The events of one token."""
+        ...
+
+    def progress(
+        self, sample: Sample, progress: generation_pb2.Progress, timings: Timings | None
+    ) -> Sequence[Json]:
+        """The events of one piece of the prompt."""
+        ...
+
+    def end(self, outcome: Outcome) -> Sequence[Json]:
+        """The last events of one sample in a stream."""
+        ...
+
+    def whole(self, outcomes: Sequence[Outcome]) -> Json:
+        """The answer in one piece; there is at least one sample."""
+        ...
+
+
+def progress_json(progress: generation_pb2.Progress) -> Json:
+    """The `prompt_progress` object."""
+    elapsed = progress.elapsed
+    return {
+        "total": progress.total_tokens,
+        "cache": progress.cached_tokens,
+        "processed": progress.processed_tokens,
+        "time_ms": elapsed.seconds * 1000 + elapsed.nanos // 1_000_000,
+    }

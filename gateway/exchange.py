@@ -1,0 +1,27 @@
+"""What a route's handler is given."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.completion import Backend
+from gateway.connection import Connection
+from gateway.options import GatewayOptions
+from gateway.sse import EventStream
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request to a service that is ready."""
+
+    request: Request
+    connection: Connection
+    backend: Backend
+    options: GatewayOptions
+
+
+Handler = Callable[[Exchange], Awaitable[Response | EventStream]]

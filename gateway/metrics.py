@@ -1,0 +1,196 @@
+"""GET /metrics: the peer's metrics under its names, then ours.
+
+Rates cover the time since the scrape before, so the last counters are kept per gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvarts.v1 import model_pb2, rebuild_pb2
+from starlette.responses import Response
+
+from gateway.errors import not_supported
+from gateway.exchange import Exchange, Handler
+from gateway.service import answer
+from gateway.timings import microseconds
+
+_CONTENT_TYPE = "text/plain; version=0.0.4"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of one value."""
+
+    name: str
+    kind: str
+    help: str
+    value: float
+    labels: str = ""
+
+
+def make_handler() -> Handler:
+    """The route's handler, with its own memory of the scrape before."""
+    before = model_pb2.Counters()
+
+    async def metrics(exchange: Exchange) -> Response:
+        nonlocal before
+        if not exchange.options.has_metrics:
+            raise not_supported(
+                "This server does not support metrics endpoint. Start it with `--metrics`"
+            )
+        backend = exchange.backend
+        request = model_pb2.GetServerInfoRequest()
+        call = backend.service.model.GetServerInfo(request, metadata=backend.metadata)
+        info = (await answer(call)).info
+        text = render([*peer_metrics(info, before), *own_metrics(info)])
+        before = info.counters
+        start_us = info.start_time.seconds * 1_000_000 + info.start_time.nanos // 1000
+        headers = {"content-type": _CONTENT_TYPE, "process-start-time-unix": str(start_us)}
+        return Response(text, headers=headers)
+
+    return metrics
+
+
+def peer_metrics(info: model_pb2.ServerInfo, before: model_pb2.Counters) -> list[Metric]:
+    """llama-server's metrics, in its order."""
+    now = info.counters
+    zero = 0.0
+    counters = (
+        (
+            "prompt_tokens_total",
+            "Number of prompt tokens processed, excluding cached tokens",
+            now.prompt_tokens_evaluated,
+        ),
+        (
+            "prompt_tokens_cached_total",
+            "Number of prompt tokens reused from the cache",
+            now.prompt_tokens_cached,
+        ),
+        (
+            "prompt_seconds_total",
+            "Total time spent processing prompts",
+            microseconds(now.prefill_duration) / 1e6,
+        ),
+        (
+            "tokens_predicted_total",
+            "Number of generation tokens processed",
+            now.generated_tokens,
+        ),
+        (
+            "tokens_predicted_seconds_total",
+            "Total time spent generating tokens",
+            microseconds(now.decode_duration) / 1e6,
+        ),
+        (
+            "n_decode_total",
+            "Total number of llama_decode() calls, excluding speculative decoding and multimodal "
+            "decoding",
+            now.steps,
+        ),
+        (
+            "n_tokens_max",
+            "Largest observed sequence length (prompt + generation)",
+            now.max_held_tokens,
+        ),
+        (
+            "spec_decode_num_draft_tokens_total",
+            "Speculative: Total draft tokens generated",
+            zero,
+        ),
+        (
+            "spec_decode_num_accepted_tokens_total",
+            "Speculative: Total draft tokens accepted by the target model",
+            zero,
+        ),
+        (
+            "spec_decode_num_drafts_total",
+            "Speculative: Total speculative decoding verification steps",
+            zero,
+        ),
+    )
+    gauges = (
+        (
+            "prompt_tokens_seconds",
+            "Average prompt throughput in tokens/s",
+            _prompt_rate(now, before),
+        ),
+        (
+            "predicted_tokens_seconds",
+            "Average generation throughput in tokens/s",
+            _decode_rate(now, before),
+        ),
+        (
+            "requests_processing",
+            "Number of requests processing",
+            info.gauges.running_requests,
+        ),
+        ("requests_deferred", "Number of requests deferred", info.gauges.queued_requests),
+        (
+            "n_busy_slots_per_decode",
+            "Average number of busy slots per llama_decode() call",
+            now.busy_slot_steps / max(now.steps, 1),
+        ),
+    )
+    return [
+        Metric(f"llamacpp:{name}", "counter", text, value) for name, text, value in counters
+    ] + [Metric(f"llamacpp:{name}", "gauge", text, value) for name, text, value in gauges]
+
+
+def own_metrics(info: model_pb2.ServerInfo) -> list[Metric]:
+    """What the peer does not have: every counter of the engine, and its pools."""
+    metrics = [
+        Metric(f"kvarts_{name}_total", "counter", f"Engine counter {name}.", value)
+        for name, value in _counts(info.counters)
+    ]
+    for measure in ("size", "free", "used", "pinned", "cached"):
+        metrics += [
+            Metric(
+                f"kvarts_pool_{measure}_units",
+                "gauge",
+                f"Usable units of a memory pool: {measure}.",
+                getattr(pool, measure),
+                labels=f'{{pool="{_pool_name(pool)}"}}',
+            )
+            for pool in info.pools
+        ]
+    return metrics
+
+
+def render(metrics: Iterable[Metric]) -> str:
+    """Writes metrics as Prometheus text, numbers with 6 significant digits as the peer's."""
+    lines: list[str] = []
+    described = ""
+    for metric in metrics:
+        if metric.name != described:
+            described = metric.name
+            lines.append(f"# HELP {metric.name} {metric.help}")
+            lines.append(f"# TYPE {metric.name} {metric.kind}")
+        lines.append(f"{metric.name}{metric.labels} {metric.value:g}")
+    return "\n".join(lines) + "\n"
+
+
+def _prompt_rate(now: model_pb2.Counters, before: model_pb2.Counters) -> float:
+    elapsed_us = microseconds(now.prefill_duration) - microseconds(before.prefill_duration)
+    tokens = now.prompt_tokens_evaluated - before.prompt_tokens_evaluated
+    return tokens / elapsed_us * 1e6 if elapsed_us > 0 else 0.0
+
+
+def _decode_rate(now: model_pb2.Counters, before: model_pb2.Counters) -> float:
+    """The first token of a request comes with its prompt and is not counted."""
+    elapsed_us = microseconds(now.decode_duration) - microseconds(before.decode_duration)
+    tokens = now.generated_tokens - before.generated_tokens
+    requests = now.requests_finished - before.requests_finished
+    return max(0, tokens - requests) / elapsed_us * 1e6 if elapsed_us > 0 else 0.0
+
+
+def _counts(counters: model_pb2.Counters) -> Iterable[tuple[str, int]]:
+    for descriptor in model_pb2.Counters.DESCRIPTOR.fields:
+        value = getattr(counters, descriptor.name)
+        if isinstance(value, int):
+            yield descriptor.name, value
+
+
+def _pool_name(pool: rebuild_pb2.Pool) -> str:
+    return rebuild_pb2.PoolKind.Name(pool.kind).removeprefix("POOL_KIND_").lower()

@@ -1,0 +1,132 @@
+"""JSON as llama-server reads and writes it, byte for byte.
+
+Written values keep insertion order, have no spaces, print every double in its shortest form with
+the peer's thresholds for exponents, and NaN or infinity as null. Read values are plain Python
+objects; what cannot be read is one typed error. This module knows neither HTTP nor any field.
+
+Example:
+    >>> write({"a": [1, 0.5], "b": None})
+    b'{"a":[1,0.5],"b":null}'
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+Json: TypeAlias = "bool | int | float | str | bytes | Sequence[Json] | Mapping[str, Json] | None"
+
+FLOAT32_MAX = 3.4028234663852886e38
+_UTF8_BOM = b"\xef\xbb\xbf"
+# The peer writes digits up to 10^15 in full; Python would go on to 10^16.
+_FULL_DIGITS_BELOW = 1e15
+_PYTHON_DIGITS_BELOW = 1e16
+
+
+class UnreadableJson(ValueError):
+    """A body that is not JSON, is nested too deeply, or holds a number beyond a double."""
+
+
+def read(body: bytes) -> Any:
+    """Parses a request body.
+
+    Raises:
+        UnreadableJson: the text is no JSON value, or not one that a reader can hold.
+    """
+    try:
+        return msgspec.json.decode(body.removeprefix(_UTF8_BOM))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UnreadableJson(f"parse error: {error}") from error
+
+
+def write(value: Json) -> bytes:
+    """Writes a value as the peer does; text that is not UTF-8 becomes U+FFFD."""
+    parts: list[str] = []
+    _append(parts, value)
+    return "".join(parts).encode("utf-8", "replace")
+
+
+def type_name(value: object) -> str:
+    """Names a JSON type as the peer's error texts do."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list() | tuple():
+            return "array"
+        case _:
+            return "object"
+
+
+def format_double(value: float) -> str:
+    """Prints a double: shortest digits, exponents from 1e15 up and below 1e-4, null if not finite.
+
+    Source: the peer's JSON library, whose limits are 15 digits and -4.
+    """
+    if not math.isfinite(value):
+        return "null"
+    text = float.__repr__(value)
+    if not _FULL_DIGITS_BELOW <= abs(value) < _PYTHON_DIGITS_BELOW:
+        return text
+    digits = text.removeprefix("-").removesuffix(".0").replace(".", "")
+    fraction = digits[1:].rstrip("0")
+    mantissa = f"{digits[0]}.{fraction}" if fraction else digits[0]
+    return f"{'-' if value < 0 else ''}{mantissa}e+15"
+
+
+def to_float32(value: int | float) -> float:
+    """Rounds to single precision and widens back, the form in which the peer echoes parameters.
+
+    A value beyond the range becomes the largest of its sign.
+    """
+    if abs(value) > FLOAT32_MAX:
+        return math.copysign(FLOAT32_MAX, value)
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def _append(parts: list[str], value: Json) -> None:
+    match value:
+        case None:
+            parts.append("null")
+        case bool():
+            parts.append("true" if value else "false")
+        case str():
+            parts.append(json.dumps(value, ensure_ascii=False))
+        case bytes():
+            parts.append(json.dumps(value.decode("utf-8", "replace"), ensure_ascii=False))
+        case int():
+            parts.append(int.__repr__(value))
+        case float():
+            parts.append(format_double(value))
+        case Mapping():
+            _append_object(parts, value)
+        case _:
+            _append_array(parts, value)
+
+
+def _append_object(parts: list[str], value: Mapping[str, Json]) -> None:
+    separator = "{"
+    for key, item in value.items():
+        parts.append(f"{separator}{json.dumps(key, ensure_ascii=False)}:")
+        _append(parts, item)
+        separator = ","
+    parts.append("}" if value else "{}")
+
+
+def _append_array(parts: list[str], value: Sequence[Json]) -> None:
+    separator = "["
+    for item in value:
+        parts.append(separator)
+        _append(parts, item)
+        separator = ","
+    parts.append("]" if value else "[]")

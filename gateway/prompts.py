@@ -1,0 +1,178 @@
+"""The shapes that a `prompt` may have, and their tokens.
+
+A prompt is a text, a list of token ids, a mix of both, or an object that holds one; a list
+without integers at its top is a batch of those. This module knows no other field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from kvarts.v1 import common_pb2, tokenization_pb2
+
+from gateway.errors import invalid, wrong_type
+from gateway.service import Metadata, Service, answer
+
+_SHAPES = (
+    '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
+    "string, or a list of mixed strings & tokens."
+)
+_NO_MEDIA = "Multimodal data provided, but model does not support multimodal requests."
+# Tokenise calls that one body keeps in flight.
+_MAX_CALLS = 8
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: texts and token ids in order. Only a leading text gets BOS."""
+
+    parts: tuple[str | int, ...]
+
+    @property
+    def has_text(self) -> bool:
+        """Whether tokenising is needed at all."""
+        return any(isinstance(part, str) for part in self.parts)
+
+
+def read_prompts(value: Any) -> list[Prompt]:
+    """Reads the `prompt` of a body: one prompt, or a batch.
+
+    Raises:
+        ApiError: the value has none of the shapes, or is an empty batch.
+    """
+    if not isinstance(value, list):
+        return [_read_prompt(value)]
+    items = cast("list[Any]", value)
+    if any(_is_integer(item) for item in items):
+        return [_read_prompt(items)]
+    if not items:
+        raise invalid('"prompt" must not be empty')
+    return [_read_prompt(item) for item in items]
+
+
+def read_mixed(value: Any) -> Prompt:
+    """Reads a text, or a list of texts and ids.
+
+    Raises:
+        ValueError: an element is neither, in the peer's words.
+    """
+    if isinstance(value, str):
+        return Prompt((value,))
+    if not isinstance(value, list):
+        raise ValueError(wrong_type("string", value))
+    return Prompt(tuple(_read_part(item) for item in cast("list[Any]", value)))
+
+
+def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """Checks every id that was given as a number.
+
+    Raises:
+        ApiError: an id is negative, or at or past the vocabulary's end.
+    """
+    for prompt in prompts:
+        for part in prompt.parts:
+            if isinstance(part, int) and not 0 <= part < vocab_size:
+                raise invalid("Prompt contains invalid tokens")
+
+
+async def tokenize_all(
+    service: Service, prompts: Sequence[Prompt], metadata: Metadata
+) -> list[tuple[int, ...]]:
+    """Turns prompts into token ids, in order.
+
+    Raises:
+        ApiError: the service refused a call or is gone.
+    """
+    gate = asyncio.Semaphore(_MAX_CALLS)
+
+    async def one(prompt: Prompt) -> tuple[int, ...]:
+        async with gate:
+            return await tokenize(service, prompt, metadata)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def tokenize(
+    service: Service,
+    prompt: Prompt,
+    metadata: Metadata,
+    *,
+    add_special: bool = True,
+    parse_special: bool = True,
+) -> tuple[int, ...]:
+    """Turns one prompt into token ids; one of ids alone needs no call.
+
+    Raises:
+        ApiError: the service refused the call or is gone.
+    """
+    if not prompt.has_text:
+        return cast("tuple[int, ...]", prompt.parts)
+    request = tokenize_request(prompt, add_special=add_special, parse_special=parse_special)
+    request.omit_pieces = True
+    reply = await answer(service.tokenization.Tokenize(request, metadata=metadata))
+    return tuple(token.id for token in reply.tokens)
+
+
+def tokenize_request(
+    prompt: Prompt, *, add_special: bool, parse_special: bool
+) -> tokenization_pb2.TokenizeRequest:
+    """The call that tokenises a prompt."""
+    request = tokenization_pb2.TokenizeRequest(add_special=add_special, parse_special=parse_special)
+    match prompt.parts:
+        case (str() as text,):
+            request.text = text
+        case parts:
+            request.mixed.parts.extend(_part(part) for part in parts)
+    return request
+
+
+def _part(part: str | int) -> tokenization_pb2.PromptPart:
+    if isinstance(part, str):
+        return tokenization_pb2.PromptPart(text=part)
+    return tokenization_pb2.PromptPart(tokens=common_pb2.TokenIds(ids=[part]))
+
+
+def _read_prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return Prompt((value,))
+    if isinstance(value, Mapping):
+        return _read_object(cast("Mapping[str, Any]", value))
+    if not isinstance(value, list):
+        raise invalid(_SHAPES)
+    items = cast("list[Any]", value)
+    has_text = any(isinstance(item, str) for item in items)
+    if all(_is_integer(item) for item in items):
+        return Prompt(tuple(items))
+    if not has_text or not any(_is_integer(item) for item in items):
+        raise invalid(_SHAPES)
+    return _mixed_or_invalid(items)
+
+
+def _read_object(value: Mapping[str, Any]) -> Prompt:
+    if "prompt_string" not in value:
+        raise invalid(_SHAPES)
+    if "multimodal_data" in value:
+        raise invalid(_NO_MEDIA)
+    return _mixed_or_invalid(value["prompt_string"])
+
+
+def _mixed_or_invalid(value: Any) -> Prompt:
+    try:
+        return read_mixed(value)
+    except ValueError as error:
+        raise invalid(str(error)) from error
+
+
+def _read_part(item: Any) -> str | int:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, int | float):
+        return int(item)
+    raise ValueError(wrong_type("number", item))
+
+
+def _is_integer(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)

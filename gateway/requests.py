@@ -1,0 +1,261 @@
+"""From parameters in the peer's terms to the strict calls of the service.
+
+What the peer tolerates and the service does not is settled here, where it changes nothing: a
+negative range is 0, a slot id wraps, an overlong sequence breaker is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from kvarts.v1 import common_pb2, generation_pb2
+
+from gateway import peer_json
+from gateway.errors import invalid, not_supported
+from gateway.facts import SAMPLER_VALUES, Facts
+from gateway.fields import lenient_integer
+from gateway.prompts import Prompt, tokenize
+from gateway.schema import RANDOM_SEED, BiasEntry, CompletionParams
+from gateway.service import Metadata, Service
+from gateway.settings import long_settings, short_settings
+
+_MIROSTAT = (
+    generation_pb2.MIROSTAT_OFF,
+    generation_pb2.MIROSTAT_V1,
+    generation_pb2.MIROSTAT_V2,
+)
+_MAX_BREAKER_BYTES = 40
+_MAX_ANNOTATION_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Parameters whose texts have become tokens. `bias` includes the ban of `ignore_eos`."""
+
+    params: CompletionParams
+    bias: tuple[tuple[int, float], ...]
+    preserved: tuple[int, ...]
+
+    def settings(self) -> dict[str, peer_json.Json]:
+        """The `generation_settings` that an answer shows."""
+        return long_settings(self.params, bias=self.bias, preserved=self.preserved)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sample of one prompt. `is_sibling`: not the first sample of its prompt."""
+
+    index: int
+    prompt: tuple[int, ...]
+    resolved: Resolved
+    request: generation_pb2.GenerateRequest
+    is_sibling: bool
+
+    @property
+    def params(self) -> CompletionParams:
+        """The parameters, with this sample's own seed."""
+        return self.resolved.params
+
+
+def check_params(params: CompletionParams) -> None:
+    """Refuses what the peer refuses when it builds the chain, and what no issue brought yet.
+
+    Raises:
+        ApiError: 400 for a penalty that is not positive, 501 for a feature.
+    """
+    if params.repeat_penalty <= 0:
+        raise invalid(
+            "Failed to initialize samplers: penalty_repeat must be finite and greater than 0"
+        )
+    if params.grammar_lazy and (params.grammar or params.json_schema is not None):
+        raise not_supported("not supported: lazy grammars")
+
+
+async def resolve(
+    service: Service, facts: Facts, params: CompletionParams, metadata: Metadata
+) -> Resolved:
+    """Turns biases and preserved tokens that were given as text into token ids.
+
+    Raises:
+        ApiError: the service refused a call or is gone.
+    """
+    bias, preserved = await asyncio.gather(
+        _resolve_bias(service, facts, params.logit_bias, metadata),
+        _resolve_preserved(service, params.preserved_texts, metadata),
+    )
+    if params.is_eos_banned:
+        bias += facts.eog_bias
+    return Resolved(params, bias, preserved)
+
+
+def make_jobs(
+    facts: Facts, body: Mapping[str, Any], resolved: Resolved, prompts: Sequence[tuple[int, ...]]
+) -> list[Job]:
+    """One job per prompt and sample, in the order of their indexes."""
+    jobs: list[Job] = []
+    slot_id = _slot_id(body, facts.info.num_slots)
+    for prompt in prompts:
+        for sample in range(resolved.params.n_cmpl):
+            job = dataclasses.replace(resolved, params=_nth_sample(resolved.params, sample))
+            # Siblings of a pinned sample would only wait for each other.
+            pinned = slot_id if sample == 0 else None
+            request = _request(facts, job, prompt, pinned)
+            jobs.append(Job(len(jobs), prompt, job, request, is_sibling=sample > 0))
+    return jobs
+
+
+def _nth_sample(params: CompletionParams, sample: int) -> CompletionParams:
+    if params.seed == RANDOM_SEED:
+        return params
+    return dataclasses.replace(params, seed=(params.seed + sample) % 2**32)
+
+
+def _slot_id(body: Mapping[str, Any], num_slots: int) -> int | None:
+    slot_id = lenient_integer(body.get("id_slot"), -1)
+    return wrap_slot_id(slot_id, num_slots) if slot_id != -1 else None
+
+
+def wrap_slot_id(slot_id: int, num_slots: int) -> int:
+    """The slot that an id means: modulo the count, as an unsigned 64-bit number."""
+    return slot_id % 2**64 % num_slots
+
+
+def _request(
+    facts: Facts, resolved: Resolved, prompt: tuple[int, ...], slot_id: int | None
+) -> generation_pb2.GenerateRequest:
+    params = resolved.params
+    request = generation_pb2.GenerateRequest(
+        tokens=common_pb2.TokenIds(ids=prompt),
+        sampling=_sampling(resolved),
+        stop=params.stop,
+        ignore_eos=params.is_eos_banned,
+        cache_prompt=params.cache_prompt,
+        n_keep=params.n_keep,
+        n_discard=params.n_discard,
+        n_cache_reuse=params.n_cache_reuse,
+        n_indent=params.n_indent,
+        preserved_tokens=resolved.preserved,
+        return_progress=params.return_progress and params.stream,
+        post_sampling_probs=params.post_sampling_probs,
+        annotation=_annotation(params),
+    )
+    if params.token_limit is not None:
+        request.max_tokens = params.token_limit
+    if params.n_probs > 0:
+        request.top_logprobs = min(params.n_probs, facts.model.vocab_size)
+    if params.t_max_predict_ms > 0:
+        request.time_limit.CopyFrom(_milliseconds(params.t_max_predict_ms))
+    if slot_id is not None:
+        request.slot_id = slot_id
+    if params.lora:
+        request.adapters.scales.extend(
+            common_pb2.AdapterScale(adapter_id=adapter, scale=scale)
+            for adapter, scale in params.lora
+        )
+    if params.grammar:
+        request.grammar = params.grammar
+    elif params.json_schema is not None:
+        request.json_schema = peer_json.write(params.json_schema).decode()
+    return request
+
+
+def _sampling(resolved: Resolved) -> generation_pb2.SamplingParams:
+    params = resolved.params
+    sampling = generation_pb2.SamplingParams(
+        temperature=params.temperature,
+        dynatemp_range=max(0.0, params.dynatemp_range),
+        dynatemp_exponent=params.dynatemp_exponent,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        typical_p=max(0.0, params.typical_p),
+        top_n_sigma=params.top_n_sigma,
+        xtc_probability=params.xtc_probability,
+        xtc_threshold=params.xtc_threshold,
+        repeat_last_n=params.repeat_last_n,
+        repeat_penalty=params.repeat_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        dry_multiplier=params.dry_multiplier,
+        dry_base=params.dry_base,
+        dry_allowed_length=params.dry_allowed_length,
+        dry_penalty_last_n=params.dry_penalty_last_n,
+        dry_sequence_breakers=common_pb2.StringList(values=_breakers(params.dry_sequence_breakers)),
+        mirostat=_MIROSTAT[params.mirostat],
+        mirostat_tau=params.mirostat_tau,
+        mirostat_eta=params.mirostat_eta,
+        adaptive_target=params.adaptive_target,
+        adaptive_decay=params.adaptive_decay,
+        min_keep=params.min_keep,
+        logit_bias=_summed(resolved.bias),
+        samplers=generation_pb2.SamplerChain(
+            samplers=[SAMPLER_VALUES[name] for name in params.samplers]
+        ),
+    )
+    if params.seed != RANDOM_SEED:
+        sampling.seed = params.seed
+    return sampling
+
+
+def _summed(bias: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Adds up what one token is given several times, within a float's range."""
+    sums: dict[int, float] = {}
+    for token, value in bias:
+        total = sums.get(token, 0.0) + value
+        sums[token] = total if math.isinf(total) else peer_json.to_float32(total)
+    return sums
+
+
+def _breakers(breakers: Sequence[str]) -> list[str]:
+    """Cuts breakers to the peer's length, at a character, and drops empty ones."""
+    cut = (text.encode()[:_MAX_BREAKER_BYTES].decode(errors="ignore") for text in breakers)
+    return [text for text in cut if text]
+
+
+def _annotation(params: CompletionParams) -> str:
+    """The settings as `/slots` shows them; nothing where they are longer than the service keeps."""
+    text = peer_json.write(short_settings(params))
+    return text.decode() if len(text) <= _MAX_ANNOTATION_BYTES else ""
+
+
+def _milliseconds(count: int) -> Duration:
+    # A Duration ends at 10,000 years; nobody can tell that from no limit.
+    seconds = min(count // 1000, 315_576_000_000)
+    return Duration(seconds=seconds, nanos=count % 1000 * 1_000_000)
+
+
+async def _resolve_bias(
+    service: Service, facts: Facts, entries: Sequence[BiasEntry], metadata: Metadata
+) -> tuple[tuple[int, float], ...]:
+    bias: list[tuple[int, float]] = []
+    for target, value in entries:
+        if isinstance(target, str):
+            tokens = await _plain_tokens(service, target, metadata, parse_special=False)
+        else:
+            tokens = (target,) if 0 <= target < facts.model.vocab_size else ()
+        bias.extend((token, value) for token in tokens)
+    return tuple(bias)
+
+
+async def _resolve_preserved(
+    service: Service, texts: Sequence[str], metadata: Metadata
+) -> tuple[int, ...]:
+    preserved: set[int] = set()
+    for text in texts:
+        tokens = await _plain_tokens(service, text, metadata, parse_special=True)
+        if len(tokens) == 1:
+            preserved.add(tokens[0])
+    return tuple(sorted(preserved))
+
+
+async def _plain_tokens(
+    service: Service, text: str, metadata: Metadata, *, parse_special: bool
+) -> tuple[int, ...]:
+    prompt = Prompt((text,))
+    return await tokenize(service, prompt, metadata, add_special=False, parse_special=parse_special)

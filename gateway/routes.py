@@ -1,0 +1,91 @@
+"""Every route by dialect: what serves it, under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from starlette.responses import Response
+
+from gateway import chat_routes, disabled, metrics, ops, slots, tokens
+from gateway.completion import complete
+from gateway.errors import invalid, wrong_type
+from gateway.exchange import Exchange, Handler
+from gateway.fields import lenient_flag
+from gateway.native import NativeDialect
+from gateway.openai_completions import CompletionsDialect
+from gateway.sse import EventStream
+
+_EMBEDDINGS = "This server does not support embeddings. Start it with `--embeddings`"
+_RERANKING = "This server does not support reranking. Start it with `--reranking`"
+_AUDIO = "The current model does not support audio input."
+
+RouteRow = tuple[str, Sequence[str], Handler]
+
+
+async def native_completion(exchange: Exchange) -> Response | EventStream:
+    """POST /completion."""
+    body = _object(await exchange.connection.json())
+    dialect = NativeDialect(exchange.backend.facts.name)
+    return await complete(exchange.connection, exchange.backend, body, dialect)
+
+
+async def openai_completion(exchange: Exchange) -> Response | EventStream:
+    """POST /v1/completions."""
+    body = _object(await exchange.connection.json())
+    is_verbose = lenient_flag(body.get("verbose"), exchange.options.is_verbose)
+    dialect = CompletionsDialect(exchange.backend.facts, is_verbose=is_verbose)
+    return await complete(exchange.connection, exchange.backend, body, dialect)
+
+
+def route_table() -> list[RouteRow]:
+    """(method, paths, handler), fresh for each application because metrics keep a memory."""
+    return [
+        # Native.
+        ("POST", ("/completion", "/completions"), native_completion),
+        ("POST", ("/tokenize",), tokens.tokenize),
+        ("POST", ("/detokenize",), tokens.detokenize),
+        ("POST", ("/apply-template",), tokens.apply_template),
+        ("POST", ("/infill",), disabled.infill),
+        ("POST", ("/embedding", "/embeddings"), disabled.refusing(_EMBEDDINGS)),
+        # OpenAI.
+        ("POST", ("/v1/completions",), openai_completion),
+        ("POST", _both("/chat/completions"), chat_routes.chat_completions),
+        ("POST", _both("/chat/completions/input_tokens"), tokens.count_chat_tokens),
+        (
+            "POST",
+            ("/v1/chat/completions/control",),
+            disabled.refusing("not supported: reasoning control"),
+        ),
+        ("POST", _both("/responses"), disabled.refusing("not supported: responses")),
+        ("POST", _both("/responses/input_tokens"), disabled.refusing("not supported: responses")),
+        ("POST", ("/v1/embeddings",), disabled.refusing(_EMBEDDINGS)),
+        ("POST", _both("/audio/transcriptions"), disabled.refusing(_AUDIO)),
+        # Anthropic, Jina and TEI.
+        ("POST", ("/v1/messages",), disabled.refusing("not supported: messages")),
+        ("POST", ("/v1/messages/count_tokens",), disabled.refusing("not supported: messages")),
+        ("POST", (*_both("/rerank"), *_both("/reranking")), disabled.refusing(_RERANKING)),
+        # Slots and adapters.
+        ("GET", ("/slots",), slots.list_slots),
+        ("POST", ("/slots/{id_slot}",), slots.act_on_slot),
+        ("GET", ("/lora-adapters",), ops.list_adapters),
+        ("POST", ("/lora-adapters",), ops.set_adapter_scales),
+        # Operations.
+        ("GET", _both("/health"), ops.health),
+        ("GET", _both("/models"), ops.list_models),
+        ("GET", ("/props",), ops.get_props),
+        ("POST", ("/props",), ops.set_props),
+        ("GET", ("/metrics",), metrics.make_handler()),
+        ("GET", ("/tools", "/cors-proxy"), disabled.feature_disabled),
+        ("POST", ("/tools", "/cors-proxy"), disabled.feature_disabled),
+    ]
+
+
+def _both(path: str) -> tuple[str, str]:
+    return path, f"/v1{path}"
+
+
+def _object(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise invalid(wrong_type("object", body))
+    return cast("dict[str, Any]", body)

@@ -1,0 +1,86 @@
+"""Server-sent events: framing, pings, and the end of a stream whose client is gone or stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.peer_json import Json, write
+
+PING = b":\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(value: Json) -> bytes:
+    """One event."""
+    return b"data: " + write(value) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """A response that sends events as they come.
+
+    `frames` yields ready bytes; closing it must end the work behind it. `ping_s` is the silence after which a comment is sent, 0 or less: never.
+    `stall_s` is how long a client may leave the connection full before it is given up.
+    """
+
+    frames: AsyncGenerator[bytes, None]
+    ping_s: float
+    stall_s: float
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Streams until the frames, or the client, end."""
+        sending = asyncio.ensure_future(self._send_all(send))
+        watching = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, watching, return_exceptions=True)
+            await self.frames.aclose()
+        if not sending.cancelled():
+            sending.result()
+
+    async def _send_all(self, send: Send) -> None:
+        raw = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+        raw += [(key.encode(), value.encode()) for key, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        # The status goes out now, not with the first event.
+        await self._send_body(send, b"")
+        try:
+            async with contextlib.aclosing(self._with_pings()) as frames:
+                async for data in frames:
+                    await self._send_body(send, data)
+        except TimeoutError:
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_body(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(self.stall_s):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _with_pings(self) -> AsyncGenerator[bytes, None]:
+        timeout = self.ping_s if self.ping_s > 0 else None
+        while True:
+            step = asyncio.ensure_future(anext(self.frames, None))
+            try:
+                while not (await asyncio.wait((step,), timeout=timeout))[0]:
+                    yield PING
+                data = await step
+            finally:
+                step.cancel()
+                await asyncio.wait((step,))
+            if data is None:
+                return
+            yield data
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

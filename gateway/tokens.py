@@ -1,0 +1,98 @@
+"""The routes around the tokenizer and the chat template."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from kvarts.v1 import tokenization_pb2
+from starlette.responses import Response
+
+from gateway.chat_body import ChatBody, read_chat_body
+from gateway.chat_routes import chat_server, render
+from gateway.connection import json_response
+from gateway.errors import server_fault, wrong_type
+from gateway.exchange import Exchange
+from gateway.fields import lenient_flag, members_of
+from gateway.peer_json import Json
+from gateway.prompts import read_mixed, tokenize_request
+from gateway.service import answer
+
+
+async def tokenize(exchange: Exchange) -> Response:
+    """POST /tokenize."""
+    body = members_of(await exchange.connection.json())
+    if "content" not in body:
+        return json_response({"tokens": []})
+    try:
+        prompt = read_mixed(body["content"])
+    except ValueError as error:
+        raise server_fault(str(error)) from error
+    request = tokenize_request(
+        prompt,
+        add_special=lenient_flag(body.get("add_special"), False),
+        parse_special=lenient_flag(body.get("parse_special"), True),
+    )
+    has_pieces = lenient_flag(body.get("with_pieces"), False)
+    request.omit_pieces = not has_pieces
+    backend = exchange.backend
+    call = backend.service.tokenization.Tokenize(request, metadata=backend.metadata)
+    reply = await exchange.connection.while_connected(answer(call))
+    if not has_pieces:
+        return json_response({"tokens": [token.id for token in reply.tokens]})
+    tokens: list[Json] = [{"id": t.id, "piece": _piece(t.piece)} for t in reply.tokens]
+    return json_response({"tokens": tokens})
+
+
+async def detokenize(exchange: Exchange) -> Response:
+    """POST /detokenize; an id outside the vocabulary is the peer's 500."""
+    body = members_of(await exchange.connection.json())
+    if "tokens" not in body:
+        return json_response({"content": ""})
+    backend = exchange.backend
+    tokens = _token_ids(body["tokens"], backend.facts.model.vocab_size)
+    request = tokenization_pb2.DetokenizeRequest(token_ids=tokens, render_special=True)
+    call = backend.service.tokenization.Detokenize(request, metadata=backend.metadata)
+    reply = await exchange.connection.while_connected(answer(call))
+    return json_response({"content": reply.text})
+
+
+async def apply_template(exchange: Exchange) -> Response:
+    """POST /apply-template."""
+    rendered = await _rendered(exchange)
+    return json_response({"prompt": rendered.prompt})
+
+
+async def count_chat_tokens(exchange: Exchange) -> Response:
+    """POST /chat/completions/input_tokens."""
+    rendered = await _rendered(exchange)
+    return json_response(
+        {"input_tokens": rendered.prompt_tokens, "object": "response.input_tokens"}
+    )
+
+
+async def _rendered(exchange: Exchange) -> tokenization_pb2.ApplyChatTemplateResponse:
+    body = await exchange.connection.json()
+    read: ChatBody = read_chat_body(body, chat_server(exchange.options))
+    return await exchange.connection.while_connected(render(exchange.backend, read.chat))
+
+
+def _piece(piece: bytes) -> Json:
+    """Text, or a list of bytes where the piece is no whole text."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def _token_ids(value: Any, vocab_size: int) -> list[int]:
+    if not isinstance(value, list):
+        raise server_fault(wrong_type("array", value))
+    tokens: list[int] = []
+    for item in cast("list[Any]", value):
+        if not isinstance(item, int | float):
+            raise server_fault(wrong_type("number", item))
+        token = int(item)
+        if not 0 <= token < vocab_size:
+            raise server_fault(f"token {token} is outside the vocabulary of {vocab_size} tokens")
+        tokens.append(token)
+    return tokens
