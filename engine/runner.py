@@ -158,13 +158,13 @@ class JaxRunner:
         return [(b.rows, b.chunk) for b in self._buckets()]
 
     def _buckets(self) -> list[_Bucket]:
-        rows = _doubling(self._config.max_rows)
+        rows = _row_buckets(self._config.max_rows)
         chunks = [c for c in _CHUNK_BUCKETS if c < self._config.max_chunk]
         chunks.append(self._config.max_chunk)
         return [_Bucket(r, 0) for r in rows] + [_Bucket(rows[-1], c) for c in chunks]
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
-        """Compiles every bucket and runs each once on padding.
+        """Compiles every bucket and runs the small ones once on padding.
 
         Args:
             progress: Called with (programs ready, programs in all).
@@ -179,6 +179,8 @@ class JaxRunner:
                 if progress:
                     progress(done, len(buckets))
         for bucket in buckets:
+            if bucket.chunk > _CHUNK_BUCKETS[0]:
+                continue  # a long chunk takes as long on padding as on a prompt
             self._call(bucket, self._pack(bucket, StepBatch((), None)))
 
     def _compile(self, bucket: _Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
@@ -255,11 +257,11 @@ class JaxRunner:
         return table
 
 
-def _doubling(most: int) -> list[int]:
-    """1, 2, 4, ... up to and including `most`."""
+def _row_buckets(most: int) -> list[int]:
+    """1, 4, 16, ... up to and including `most`: padding rows cost less than programs do."""
     sizes = [1]
     while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
+        sizes.append(min(4 * sizes[-1], most))
     return sizes
 
 

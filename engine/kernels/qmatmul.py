@@ -6,8 +6,12 @@ that a scan over layers copies no weight. Stacked matrices may differ in layout:
 selects the branch of its layout at run time.
 
 The XLA path decodes codes to f32 and multiplies in f32, so that activations stay exact. It decodes
-in row pieces of at most `_PIECE_BYTES`: XLA's CPU backend has no fused dequantise-and-multiply,
-and a weight-sized temporary costs far more than the product. This module knows no model.
+in row pieces of about `_PIECE_BYTES`, which stay in a core's cache: XLA's CPU backend has no fused
+dequantise-and-multiply, and a weight-sized temporary costs far more than the product. Three habits
+of that backend shape the code (measured, docs/benchmarks.md): a slice of the arena that is fused
+into the decoding keeps it from being vectorised, hence the piece in the loop's carry; so does
+putting a group's nibbles back in order, hence the split product; a dot with one row is compiled as
+a scalar loop, hence at least two rows. This module knows no model.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from engine.gguf.arena import Matrix
 from engine.gguf.layouts import BLOCK_BYTES, ROW_MULTIPLE, Layout, padded_rows
 from engine.kernels import flow
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 18
 
 
 @functools.partial(
@@ -110,26 +114,32 @@ def _matmul(
     x: jax.Array,
 ) -> jax.Array:
     padded = padded_rows(rows)
-    piece = _piece_rows(padded, cols)
+    num_rows = x.shape[0]
+    piece = _piece_rows(padded, cols, num_rows)
+    num_pieces = padded // piece
+    if num_rows == 1:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
 
-    def product(first_row: jax.Array | int) -> jax.Array:
-        planes = _read_planes(layout, piece, cols, arena, (codes, scales, offsets), first_row)
-        return _decoded_product(layout, piece, cols, planes, x)
+    def read(i: jax.Array | int) -> list[jax.Array]:
+        return _read_planes(layout, piece, cols, arena, (codes, scales, offsets), i * piece)
 
-    if piece == padded:
-        return product(0)[:, :rows]
+    def body(i: jax.Array, carry: tuple[list[jax.Array], jax.Array]):
+        planes, out = carry
+        y = _decoded_product(layout, piece, cols, planes, x)
+        out = lax.dynamic_update_slice(out, y, (0, i * piece))
+        return read(jnp.minimum(i + 1, num_pieces - 1)), out
 
-    def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(out, product(i * piece), (0, i * piece))
-
-    out = jnp.zeros((x.shape[0], padded), jnp.float32)
-    return flow.fori_loop(padded // piece, body, out)[:, :rows]
+    start = (read(0), jnp.zeros((x.shape[0], padded), jnp.float32))
+    return flow.fori_loop(num_pieces, body, start)[1][:num_rows, :rows]
 
 
-def _piece_rows(padded: int, cols: int) -> int:
-    """The largest divisor of `padded` in row multiples whose decoded f32 piece is small enough."""
+def _piece_rows(padded: int, cols: int, num_rows: int) -> int:
+    """Rows of a piece: the largest divisor of `padded`, in row multiples, that is small enough.
+
+    Every piece packs x anew, so a piece has at least as many rows as x.
+    """
     multiples = padded // ROW_MULTIPLE
-    wanted = max(1, _PIECE_BYTES // (4 * cols * ROW_MULTIPLE))
+    wanted = max(1, max(_PIECE_BYTES // (4 * cols), num_rows) // ROW_MULTIPLE)
     return max(d for d in range(1, min(multiples, wanted) + 1) if multiples % d == 0) * ROW_MULTIPLE
 
 
@@ -163,10 +173,9 @@ def _read_planes(
 def _decoded_product(
     layout: Layout, rows: int, cols: int, planes: list[jax.Array], x: jax.Array
 ) -> jax.Array:
-    if layout.kind != "q4" or layout.group is None or x.shape[0] == 1:
+    if layout.kind != "q4" or layout.group is None:
         return x @ _decode(layout, rows, cols, planes).T
-    # Low and high nibbles separately: XLA does not vectorise the concatenation that puts a
-    # group's columns back in order, so the columns of x are split instead.
+    # The columns of x are split as the nibbles are.
     num, groups, half = x.shape[0], cols // layout.group, layout.group // 2
     codes = planes[0].reshape(rows, groups, half).astype(jnp.int32)
     scale = _as_float(planes[1], layout.scale_dtype).reshape(rows, groups, 1)
