@@ -107,7 +107,7 @@ class Telemetry(grpc.aio.ServerInterceptor):
             record.code = code.name if isinstance(code, grpc.StatusCode) else "CANCELLED"
         record.duration_s = round(self._clock() - started_s, 6)
         self._metrics.observe_rpc(record.rpc, record.code, record.duration_s)
-        _REQUESTS.info("rpc", extra={"fields": record.fields()})
+        _REQUESTS.info("call", extra={"fields": record.fields()})
 
 
 class Auth(grpc.aio.ServerInterceptor):

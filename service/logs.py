@@ -65,8 +65,8 @@ def configure(log_format: str, level: str, file: str | None = None) -> None:
         handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = handlers
-    root.setLevel(logging.WARNING if level == "debug" else _LEVELS[level])
-    # At debug only our own code speaks more: jax and grpc would drown it.
+    # Only our own code speaks below a warning: jax and grpc would drown it.
+    root.setLevel(max(logging.WARNING, _LEVELS[level]))
     for name in ("kvarts", "engine", "service"):
         logging.getLogger(name).setLevel(_LEVELS[level])
 
