@@ -101,7 +101,7 @@ def gather(row: RowLogits, edited: IntArray) -> Candidates:
     if len(ids) >= row.vocab_size:
         return whole(row)
     unseen_max = logits[-1]
-    extra = np.setdiff1d(edited, ids)
+    extra = np.array(list(set(edited.tolist()).difference(ids.tolist())), np.int32)
     if len(extra):
         ids = np.concatenate([ids, extra])
         logits = np.concatenate([logits, row.at(extra)])
@@ -118,7 +118,8 @@ def softmax(candidates: Candidates) -> FloatArray:
     logits = candidates.logits
     largest = logits[0] if candidates.is_sorted else logits.max()
     powers = expf(logits - largest)
-    return powers / sum_in_order(powers)
+    powers /= sum_in_order(powers)
+    return powers
 
 
 def descending(values: FloatArray) -> Index:
@@ -126,13 +127,15 @@ def descending(values: FloatArray) -> Index:
     if len(values) < _KEY_SORT_MIN:
         return np.argsort(-values, kind="stable")
     # Adding 0 turns -0.0 into 0.0, which compare equal and must get equal keys.
-    bits = (values + np.float32(0)).view(np.uint32)
+    bits = (values + np.float32(0)).view(np.int32)
     # Falling floats as rising unsigned integers; the position makes the sort stable.
-    flip = np.where(bits >> np.uint32(31), np.uint32(0), np.uint32(0x7FFFFFFF))
-    keys = (bits ^ flip).astype(np.uint64) << np.uint64(32)
+    bits ^= ~(bits >> 31) & 0x7FFFFFFF
+    keys = bits.view(np.uint32).astype(np.uint64)
+    keys <<= np.uint64(32)
     keys |= np.arange(len(values), dtype=np.uint64)
     keys.sort()
-    return (keys & np.uint64(0xFFFFFFFF)).astype(np.intp)
+    keys &= np.uint64(0xFFFFFFFF)
+    return keys.view(np.intp)
 
 
 def largest(values: FloatArray, count: int) -> Index:

@@ -22,8 +22,8 @@ from engine.sampling.float32 import (
 from engine.sampling.stage import Stage
 from engine.step import FloatArray
 
-# Most nuclei are smaller than this; llama.cpp sorts as many before it sorts everything.
-_FIRST_GUESS = 256
+# Most nuclei are smaller than the first; sorting so few is cheaper than sorting everything.
+_GUESSES = (256, 4096)
 # libstdc++'s introsort leaves runs of this length to insertion sort.
 _INSERTION_SORT_MAX = 16
 
@@ -140,12 +140,13 @@ class TopP(Stage):
         probs = softmax(candidates)
         if candidates.is_sorted:
             return candidates.take(slice(self._num_kept(probs)), is_sorted=True)
-        guess = largest(candidates.logits, min(_FIRST_GUESS, len(candidates)))
-        keep = self._num_kept(probs[guess])
-        if keep > len(guess):
-            guess = descending(candidates.logits)
-            keep = self._num_kept(probs[guess])
-        return candidates.take(guess[:keep], is_sorted=True)
+        for guess in _GUESSES:
+            order = largest(candidates.logits, min(guess, len(candidates)))
+            keep = self._num_kept(probs[order])
+            if keep <= len(order):
+                return candidates.take(order[:keep], is_sorted=True)
+        order = descending(candidates.logits)
+        return candidates.take(order[: self._num_kept(probs[order])], is_sorted=True)
 
     def _num_kept(self, probs: FloatArray) -> int:
         """How many of these are kept; more than there are if the mass is not reached."""
