@@ -24,6 +24,7 @@ from types import FrameType
 
 from service.command_line import ServerOptions, server_command_line
 from service.exposure import exposure_warning
+from service.logs import configure
 from service.options import ServiceOptions
 
 # -P: a folder named `gateway` where the user happens to stand is not ours.
@@ -43,6 +44,8 @@ Serve = Callable[[ServiceOptions, asyncio.Event], Awaitable[int]]
 def main() -> int:
     """Runs kvarts-server; returns the exit status."""
     options = server_command_line(sys.argv[1:], os.environ)
+    service = options.service
+    configure(service.log_format, service.log_level, service.log_file)
     return launch(options, _serve)
 
 

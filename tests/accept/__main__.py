@@ -1,0 +1,55 @@
+"""`python -m tests.accept DIR`: one line per golden file, then the sum; status 1 on a failure."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from tests.accept.folder import Golden, find_goldens
+from tests.accept.outcome import Failure, Unsupported
+
+
+def main() -> int:
+    """Checks the folder; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="accept", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder with models/, goldens/ and vocabs/")
+    parser.add_argument("--only", default="", help="check only files whose path contains this")
+    arguments = parser.parse_args()
+    if not (arguments.folder / "goldens").is_dir():
+        print(f"accept: {arguments.folder} has no goldens/", file=sys.stderr)
+        return 1
+    counts: collections.Counter[str] = collections.Counter()
+    for golden in find_goldens(arguments.folder):
+        if arguments.only not in golden.name:
+            continue
+        started_s = time.monotonic()
+        verdict, detail = _judge(golden)
+        counts[verdict] += 1
+        took = f" ({time.monotonic() - started_s:.1f} s)" if verdict == "passed" else ""
+        print(f"{verdict:11} {golden.name}{took}{detail}", flush=True)
+    print(
+        f"accept: {counts['passed']} passed, {counts['failed']} failed, "
+        f"{counts['unsupported']} unsupported"
+    )
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
+def _judge(golden: Golden) -> tuple[str, str]:
+    try:
+        golden.check()
+    except Unsupported as reason:
+        return "unsupported", f": {reason}"
+    except Failure as failure:
+        return "failed", f": {failure}"
+    # A crash in one file is that file's failure; the others are still worth knowing.
+    except Exception:
+        return "failed", f":\n{traceback.format_exc()}"
+    return "passed", ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

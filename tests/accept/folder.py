@@ -1,0 +1,47 @@
+"""The golden files of a folder and, by their content, what checks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tests.accept.greedy import check_greedy
+from tests.accept.models import Models
+from tests.accept.outcome import Unsupported
+from tests.accept.tokens import check_tokenize, check_vocab
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One file, by its path below the folder."""
+
+    name: str
+    check: Callable[[], None]
+
+
+def find_goldens(folder: Path) -> Iterator[Golden]:
+    """Lists every golden file of a folder shaped like the project's own."""
+    models = Models(folder / "models")
+    for path in sorted((folder / "goldens").rglob("*.json")):
+        yield Golden(path.relative_to(folder).as_posix(), _json_check(path, models))
+    for path in sorted((folder / "vocabs").glob("*.gguf.xz")):
+        yield Golden(path.relative_to(folder).as_posix(), lambda path=path: check_vocab(path))
+
+
+def _json_check(path: Path, models: Models) -> Callable[[], None]:
+    def check() -> None:
+        golden = cast("dict[str, Any]", json.loads(path.read_bytes()))
+        match golden:
+            case {"exchanges": _}:
+                raise Unsupported("HTTP recordings are not replayed")
+            case {"cases": _}:
+                check_greedy(golden, models)
+            case {"rows": _}:
+                check_tokenize(golden, models)
+            case _:
+                raise Unsupported("holds figures, not answers")
+
+    return check

@@ -1,0 +1,132 @@
+"""The acceptance runner must fail when answers differ, or its word is worth nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.types import FinishReason
+from tests.accept import __main__ as accept
+from tests.accept.greedy import Answer, compare, tolerance
+from tests.accept.models import Model
+from tests.accept.outcome import Failure
+
+_LIMIT = 1e-3
+
+
+def _case(**changes: Any) -> dict[str, Any]:
+    case = {
+        "name": "short",
+        "ids": [5, 6],
+        "top_ids": [[5, 7], [6, 8]],
+        "top_logprobs": [[-0.1, -2.0], [-0.6934, -0.6938]],
+        "stop": "limit",
+    }
+    return case | changes
+
+
+def _answer(ids: list[int], *, first: float = -0.1, reason: str = "length") -> Answer:
+    logprobs = [{5: first, 7: -2.0}, {6: -0.6934, 8: -0.6938}, {}]
+    return Answer(ids, logprobs[: len(ids)], FinishReason(reason))
+
+
+def test_the_same_answer_passes() -> None:
+    compare(_case(), _answer([5, 6]), _LIMIT)
+
+
+def test_another_token_fails() -> None:
+    with pytest.raises(Failure, match="case short, step 0: token 7, expected 5"):
+        compare(_case(), _answer([7, 6]), _LIMIT)
+
+
+def test_either_token_of_a_tie_passes_and_ends_the_comparison() -> None:
+    case = _case(ids=[5, 6, 9], top_ids=[[5, 7], [6, 8], [9, 1]])
+    case["top_logprobs"] = [*case["top_logprobs"], [-0.1, -3.0]]
+    compare(case, _answer([5, 8, 2]), _LIMIT)
+
+
+@pytest.mark.parametrize("first", [-0.1021, -0.0979, math.nan, -math.inf])
+def test_another_log_probability_fails(first: float) -> None:
+    with pytest.raises(Failure, match="token 5 has log-probability"):
+        compare(_case(), _answer([5, 6], first=first), _LIMIT)
+
+
+def test_a_missing_candidate_fails() -> None:
+    with pytest.raises(Failure, match="token 9 .* is not among the best"):
+        compare(_case(top_ids=[[5, 9], [6, 8]]), _answer([5, 6]), _LIMIT)
+
+
+def test_a_short_answer_fails() -> None:
+    with pytest.raises(Failure, match=r"step 1: the answer ended \(eos\)"):
+        compare(_case(), _answer([5], reason="eos"), _LIMIT)
+
+
+def test_another_ending_fails() -> None:
+    with pytest.raises(Failure, match="ended by eos, not limit"):
+        compare(_case(), _answer([5, 6], reason="eos"), _LIMIT)
+    with pytest.raises(Failure, match="ended by length, not eos"):
+        compare(_case(stop="eos"), _answer([5, 6]), _LIMIT)
+
+
+def test_a_step_without_a_list_is_no_tie() -> None:
+    case = _case(step_index=[1], top_ids=[[6, 8]], top_logprobs=[[-0.6934, -0.6938]])
+    with pytest.raises(Failure, match="step 0: token 7"):
+        compare(case, _answer([7, 6]), _LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_real", "limit"),
+    [
+        ("llama", False, 1e-3),
+        ("llama", True, 2e-3),
+        ("gemma3", False, 1.5e-2),
+        ("gemma3", True, 2e-2),
+    ],
+)
+def test_tolerance(architecture: str, is_real: bool, limit: float) -> None:
+    assert tolerance(architecture, Model(Path("x"), is_real)) == limit
+
+
+def _run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["accept", str(folder)])
+    return accept.main()
+
+
+def test_unsupported_files_are_listed_and_broken_ones_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goldens = tmp_path / "goldens" / "http"
+    goldens.mkdir(parents=True)
+    (goldens / "a.json").write_text(json.dumps({"server": {}, "exchanges": []}))
+    (goldens / "b.json").write_text("{")
+    (goldens / "c.json").write_text(json.dumps({"model": "none.gguf", "cases": []}))
+    assert _run(tmp_path, monkeypatch) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "unsupported goldens/http/a.json: HTTP recordings are not replayed"
+    assert lines[1] == "failed      goldens/http/b.json:"
+    assert "unsupported goldens/http/c.json: its model none.gguf is not here" in lines
+    assert lines[-1] == "accept: 0 passed, 1 failed, 2 unsupported"
+
+
+def test_a_damaged_vocabulary_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "goldens").mkdir()
+    vocabs = tmp_path / "vocabs"
+    vocabs.mkdir()
+    (vocabs / "v.gguf.xz").write_bytes(b"no archive")
+    (vocabs / "v.gguf.inp").write_text("a\n__ggml_vocab_test__\nb\n__ggml_vocab_test__\n")
+    (vocabs / "v.gguf.out").write_text("1\n2\n3\n")
+    assert _run(tmp_path, monkeypatch) == 1
+    assert "2 texts and 3 lines of ids" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(tmp_path, monkeypatch) == 1
+    assert "has no goldens/" in capsys.readouterr().err
