@@ -56,7 +56,7 @@ def test_another_log_probability_fails(first: float) -> None:
 
 
 def test_a_missing_candidate_fails() -> None:
-    with pytest.raises(Failure, match="token 9 .* is not among the best"):
+    with pytest.raises(Failure, match=r"token 9 .* is not among the best"):
         compare(_case(top_ids=[[5, 9], [6, 8]]), _answer([5, 6]), _LIMIT)
 
 
