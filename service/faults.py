@@ -48,7 +48,7 @@ class Faults:
         if not math.isfinite(value):
             self.add(field, f"{value} is not a finite number")
         elif value < low or value > high or (excludes_low and value == low):
-            self.add(field, f"{value:.9g} is not {_range(low, high, excludes_low)}")
+            self.add(field, f"{_number(value)} is not {_range(low, high, excludes_low)}")
 
     def size(self, field: str, size: int, limit: int, unit: str) -> None:
         """Records a list, map or text that is longer than `limit`."""
@@ -95,7 +95,12 @@ def shown(text: str) -> str:
 
 def _range(low: float, high: float, excludes_low: bool) -> str:
     if high == math.inf:
-        return f"above {low:.9g}" if excludes_low else f"at least {low:.9g}"
+        return f"above {_number(low)}" if excludes_low else f"at least {_number(low)}"
     if low == -math.inf:
-        return f"at most {high:.9g}"
-    return f"between {low:.9g} and {high:.9g}"
+        return f"at most {_number(high)}"
+    return f"between {_number(low)} and {_number(high)}"
+
+
+def _number(value: float) -> str:
+    """Seven digits are what a float32 holds: 0.9 does not show as 0.899999976."""
+    return str(value) if isinstance(value, int) else f"{value:.7g}"

@@ -21,9 +21,10 @@ from inspect import isasyncgen
 from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidField
 from service import telemetry
 from service.errors import (
     ERROR_TABLE,
@@ -87,11 +88,7 @@ class Telemetry(grpc.aio.ServerInterceptor):
         self, inner: Behaviour, record: telemetry.RpcRecord, started_s: float
     ) -> Behaviour:
         async def measured(request: Any, context: Context) -> Any:
-            own_id = getattr(request, "request_id", "")
-            if isinstance(own_id, str) and telemetry.is_request_id(own_id):
-                record.request_id = own_id
             try:
-                await context.send_initial_metadata((("x-request-id", record.request_id),))
                 response = await inner(request, context)
                 record.code = "OK"
                 return response
@@ -135,27 +132,42 @@ class Auth(grpc.aio.ServerInterceptor):
 
 
 class Fence(grpc.aio.ServerInterceptor):
-    """Turns every failure into a status; nothing that is not in the error table leaves in text."""
+    """Turns every failure into a status; nothing that is not in the error table leaves in text.
+
+    Requests are parsed inside the fence: grpc.aio answers UNKNOWN, with the parser's own text, to
+    bytes that are no message.
+    """
 
     def __init__(self, stall_limit_s: float) -> None:
         self._stall_limit_s = stall_limit_s
 
     async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
+    ) -> Any:
         """Wraps the servicer's own handler."""
         handler = await continuation(handler_call_details)
-        return _wrapped(handler, lambda inner: _fenced(self._driven(inner)))
+        if cast("object", handler) is None:
+            return None
+        inner, build = _arity(handler)
+        if handler.request_streaming:
+            driven = self._driven(inner, _as_it_is)
+            return build(_fenced(driven), handler.request_deserializer, handler.response_serializer)
+        driven = self._driven(inner, handler.request_deserializer or _as_it_is)
+        return build(_fenced(driven), None, handler.response_serializer)
 
-    def _driven(self, inner: Behaviour) -> Behaviour:
+    def _driven(self, inner: Behaviour, parse: Callable[[Any], Any]) -> Behaviour:
         async def driven(request: Any, context: Context) -> Any:
-            result: Any = inner(request, context)
+            try:
+                message = _parse(parse, request)
+            finally:
+                await _announce(context)
+            result: Any = inner(message, context)
             if not isasyncgen(result):
                 return await result
-            messages = cast("AsyncGenerator[Any, None]", result)
-            async with aclosing(messages):
-                async for message in messages:
-                    await self._write(context, message)
+            responses = cast("AsyncGenerator[Any, None]", result)
+            async with aclosing(responses):
+                async for response in responses:
+                    await self._write(context, response)
             return None
 
         return driven
@@ -202,8 +214,29 @@ def _logged(error: Exception) -> Internal:
     return Internal(record.error_id)
 
 
+def _parse(parse: Callable[[Any], Any], request: Any) -> Any:
+    """Parses a request and takes over the id that it may bring."""
+    try:
+        message = parse(request)
+    except DecodeError as error:
+        raise InvalidField("request", "the bytes are not a message of this call") from error
+    own_id = getattr(message, "request_id", "")
+    if isinstance(own_id, str) and telemetry.is_request_id(own_id):
+        telemetry.current().request_id = own_id
+    return message
+
+
+def _as_it_is(request: Any) -> Any:
+    return request
+
+
+async def _announce(context: Context) -> None:
+    await context.send_initial_metadata((("x-request-id", telemetry.current().request_id),))
+
+
 def _refusing(error: EngineError) -> Behaviour:
     async def refuse(request: Any, context: Context) -> Any:
+        await _announce(context)
         raise error
 
     return _fenced(refuse)

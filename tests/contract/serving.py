@@ -9,11 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from kvarts.v1 import (
     embedding_pb2_grpc,
     generation_pb2,
@@ -152,6 +153,17 @@ class Serving:
         """Runs a generation to its end."""
         return [response async for response in self.generation.Generate(request, **call)]
 
+    async def raw(self, path: str, data: bytes) -> bytes:
+        """Sends bytes to a path."""
+        return await cast("Any", self.channel).unary_unary(path)(data)
+
+    async def reflect(self, path: str, metadata: Sequence[tuple[str, str]] = ()) -> bytes:
+        """Asks reflection for the list of services; returns the reply's bytes."""
+        listing = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
+        call: Any = cast("Any", self.channel).stream_stream(path)
+        replies = [reply async for reply in call(iter((listing,)), metadata=tuple(metadata))]
+        return replies[0]
+
     async def status(self, service: str = READY_SERVICE) -> int:
         """Asks health."""
         request = health_pb2.HealthCheckRequest(service=service)
@@ -181,9 +193,11 @@ async def serving(
 
     await server.load(load)
     target = f"127.0.0.1:{server.port}"
-    async with grpc.aio.insecure_channel(target, options=channel_options) as channel:
-        yield Serving(server, engines[0], channel)
-    await server.stop(stop_s)
+    try:
+        async with grpc.aio.insecure_channel(target, options=channel_options) as channel:
+            yield Serving(server, engines[0], channel)
+    finally:
+        await server.stop(stop_s)
 
 
 @dataclass(frozen=True)
