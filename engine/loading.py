@@ -116,7 +116,7 @@ def _ignore(_: LoadProgress) -> None:
 
 
 def _kv_shape(spec: ModelSpec) -> KvShape:
-    mixer = spec.layers[0].mixer
+    mixer = spec.layers[0].block.mixer
     return KvShape(spec.num_layers, mixer.num_kv_heads, mixer.head_dim, mixer.head_dim)
 
 

@@ -9,7 +9,7 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from jax import lax
 
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.decoder import StepInputs, forward
+from engine.model.place import FULL, Place, num_units, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
 from engine.step import FloatArray, IntArray, RowLogits, SequenceWork, StepBatch
@@ -33,7 +34,11 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """Sizes of the device side. `num_pages` counts usable pages; the sink, page 0, is extra."""
+    """Sizes of the device side.
+
+    `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool; the sink of
+    each, page 0, is extra.
+    """
 
     max_rows: int
     max_chunk: int
@@ -41,6 +46,7 @@ class RunnerConfig:
     num_pages: int
     page_tokens: int
     kv_dtype: str
+    num_window_pages: int = 0
 
 
 @dataclass(frozen=True, order=True)
@@ -114,7 +120,10 @@ class JaxRunner:
                 f"page_tokens {config.page_tokens} does not divide {BLOCK_TOKENS}, the block of "
                 "the attention walk"
             )
+        spec = spec.at_context(config.context_tokens)
         self._spec = spec
+        self._places = place_layers(spec, config.num_pages, config.num_window_pages)
+        self._num_kinds = 2 if spec.num_window_layers else 1
         self._weights = weights
         self._config = config
         self._table_pages = -(-config.context_tokens // BLOCK_TOKENS) * (
@@ -143,11 +152,6 @@ class JaxRunner:
     def compiles(self) -> int:
         """Programs compiled in this process since this runner was made."""
         return self._compiles
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one KV page over all layers, keys and values."""
-        return (self._pool.keys.nbytes + self._pool.values.nbytes) // (self._config.num_pages + 1)
 
     def close(self) -> None:
         """Stops counting compiles; the arrays go with the object."""
@@ -184,11 +188,11 @@ class JaxRunner:
             self._call(bucket, self._pack(bucket, StepBatch((), None)))
 
     def _compile(self, bucket: _Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
-        step = functools.partial(_step, self._spec, bucket, self._table_pages)
-        size = _packed_length(bucket, self._table_pages)
-        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        jitted = jax.jit(step, donate_argnums=1)
-        return jitted.lower(self._weights, self._pool, packed).compile()
+        shape = _PackedShape(bucket, self._num_kinds, self._table_pages)
+        step = functools.partial(_step, self._spec, shape)
+        packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32)
+        jitted = jax.jit(step, donate_argnums=2)
+        return jitted.lower(self._weights, self._places, self._pool, packed).compile()
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Evaluates a step; see `engine.step.Runner.run`."""
@@ -216,7 +220,7 @@ class JaxRunner:
 
     def _call(self, bucket: _Bucket, packed: IntArray) -> _Outputs:
         (ids, logits, log_sums, finite, full), self._pool = self._programs[bucket](
-            self._weights, self._pool, packed
+            self._weights, self._places, self._pool, packed
         )
         return _Outputs(
             np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
@@ -224,11 +228,12 @@ class JaxRunner:
 
     def _pack(self, bucket: _Bucket, batch: StepBatch) -> IntArray:
         """One int32 array for the whole step, padding included; `_unpack` is its inverse."""
+        page_tokens = self._config.page_tokens
         tokens = np.zeros(bucket.tokens, np.int32)
         positions = np.full(bucket.tokens, -1, np.int32)
-        pages = np.zeros(bucket.tokens, np.int32)
         offsets = np.zeros(bucket.tokens, np.int32)
-        tables = np.zeros((bucket.rows + (1 if bucket.chunk else 0), self._table_pages), np.int32)
+        pages = np.zeros((self._num_kinds, bucket.tokens), np.int32)
+        tables = np.zeros((self._num_kinds, bucket.outputs, self._table_pages), np.int32)
         outputs = np.arange(bucket.outputs, dtype=np.int32)
         works = list(enumerate(batch.decodes))
         if batch.chunk:
@@ -237,24 +242,30 @@ class JaxRunner:
         for first, work in works:
             span = slice(first, first + len(work.tokens))
             at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
-            table = self._checked_pages(work)
             tokens[span] = work.tokens
             positions[span] = at
-            pages[span] = table[at // self._config.page_tokens]
-            offsets[span] = at % self._config.page_tokens
-            tables[first, : len(table)] = table
+            offsets[span] = at % page_tokens
+            for kind, table in enumerate(self._checked_tables(work)):
+                pages[kind, span] = table[at // page_tokens]
+                tables[kind, first, : len(table)] = table
         wants = np.array([any(work.wants_logits for _, work in works)], np.int32)
-        return np.concatenate([tokens, positions, pages, offsets, tables.ravel(), outputs, wants])
+        parts = (tokens, positions, offsets, pages.ravel(), tables.ravel(), outputs, wants)
+        return np.concatenate(parts)
 
-    def _checked_pages(self, work: SequenceWork) -> IntArray:
-        """A sequence's page ids; XLA clips a bad index silently, so they are checked here."""
-        table = np.asarray(work.pages, np.int32)
+    def _checked_tables(self, work: SequenceWork) -> list[IntArray]:
+        """A sequence's page ids by kind; XLA clips a bad index silently, so they are checked."""
+        tables = [np.asarray(work.pages, np.int32)]
+        if self._num_kinds > 1:
+            tables.append(np.asarray(work.window_pages, np.int32))
         end = work.start + len(work.tokens)
-        if len(table) > self._table_pages or len(table) * self._config.page_tokens < end:
-            raise ValueError(f"{len(table)} pages for positions up to {end}")
-        if table.size and (table.min() < 1 or table.max() > self._config.num_pages):
-            raise ValueError(f"page ids {table.min()}..{table.max()} of {self._config.num_pages}")
-        return table
+        limits = (self._config.num_pages, self._config.num_window_pages)
+        for kind, (table, limit) in enumerate(zip(tables, limits, strict=False)):
+            if len(table) > self._table_pages or len(table) * self._config.page_tokens < end:
+                raise ValueError(f"{len(table)} pages for positions up to {end}")
+            least = 1 if kind == FULL else 0  # pages behind the window are gone
+            if table.size and (table.min() < least or table.max() > limit):
+                raise ValueError(f"page ids {table.min()}..{table.max()} of {limit}")
+        return tables
 
 
 def _row_buckets(most: int) -> list[int]:
@@ -266,51 +277,54 @@ def _row_buckets(most: int) -> list[int]:
 
 
 def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
-    mixer = spec.layers[0].mixer
-    shape = (
-        spec.num_layers,
-        config.num_pages + 1,
-        config.page_tokens,
-        mixer.num_kv_heads,
-        mixer.head_dim,
-    )
+    mixer = spec.layers[0].block.mixer
+    units = num_units(spec, config.num_pages, config.num_window_pages)
+    shape = (units, config.page_tokens, mixer.num_kv_heads, mixer.head_dim)
     dtype = {"f16": jnp.float16, "f32": jnp.float32}[config.kv_dtype]
     return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def _packed_length(bucket: _Bucket, table_pages: int) -> int:
-    return 4 * bucket.tokens + bucket.outputs * table_pages + bucket.outputs + 1
+@dataclass(frozen=True)
+class _PackedShape:
+    """How the parts of a step lie in its packed array."""
+
+    bucket: _Bucket
+    num_kinds: int
+    table_pages: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of tokens, positions, offsets, pages, tables, outputs and the logits flag."""
+        tokens, outputs = self.bucket.tokens, self.bucket.outputs
+        tables = self.num_kinds * outputs * self.table_pages
+        return (tokens, tokens, tokens, self.num_kinds * tokens, tables, outputs, 1)
 
 
-def _unpack(bucket: _Bucket, table_pages: int, packed: jax.Array) -> StepInputs:
-    sizes: Sequence[int] = (
-        *(bucket.tokens,) * 4,
-        bucket.outputs * table_pages,
-        bucket.outputs,
+def _unpack(shape: _PackedShape, packed: jax.Array) -> StepInputs:
+    tokens, positions, offsets, pages, tables, outputs, wants = jnp.split(
+        packed, np.cumsum(shape.sizes)[:-1]
     )
-    tokens, positions, pages, offsets, tables, outputs, wants = jnp.split(packed, np.cumsum(sizes))
-    tables = tables.reshape(bucket.outputs, table_pages)
     return StepInputs(
         tokens=tokens,
         positions=positions,
-        pages=pages,
         offsets=offsets,
-        decode_tables=tables[: bucket.rows],
-        chunk_table=tables[-1],
-        output_tokens=outputs,
+        pages=pages.reshape(shape.num_kinds, -1),
+        tables=tables.reshape(shape.num_kinds, shape.bucket.outputs, shape.table_pages),
+        outputs=outputs,
         wants_logits=wants[0],
     )
 
 
 def _step(
     spec: ModelSpec,
-    bucket: _Bucket,
-    table_pages: int,
+    shape: _PackedShape,
     weights: Weights,
+    places: Place,
     pool: KvPool,
     packed: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], KvPool]:
-    logits, pool = forward(spec, weights, pool, _unpack(bucket, table_pages, packed))
+    step = _unpack(shape, packed)
+    logits, pool = forward(spec, weights, places, pool, step, shape.bucket.rows)
     ids, best = _candidates(logits)
     log_sums = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(logits).all(-1)

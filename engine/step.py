@@ -24,13 +24,16 @@ class SequenceWork:
 
     `tokens` go to positions `start .. start + len(tokens) - 1`; `pages` are the ids of the KV
     pages that cover positions 0 .. end, in order, and hold everything before `start`.
-    `wants_logits` asks for the logits after the last token.
+    `window_pages` are the same of the swa pool, with 0 for pages that lie behind the window; empty
+    for models without sliding-window layers. `wants_logits` asks for the logits after the last
+    token.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     wants_logits: bool
+    window_pages: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

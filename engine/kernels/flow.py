@@ -15,9 +15,14 @@ T = TypeVar("T")
 X = TypeVar("X")
 
 
-def fori_loop(upper: jax.Array | int, body: Callable[[jax.Array, T], T], start: T) -> T:
-    """Carries `start` through `body(i, carry)` for i in [0, upper); `upper` may be data."""
-    return cast(T, lax.fori_loop(0, upper, body, start))
+def fori_loop(
+    lower: jax.Array | int,
+    upper: jax.Array | int,
+    body: Callable[[jax.Array, T], T],
+    start: T,
+) -> T:
+    """Carries `start` through `body(i, carry)` for i in [lower, upper); bounds may be data."""
+    return cast(T, lax.fori_loop(lower, upper, body, start))
 
 
 def switch(index: jax.Array, branches: Sequence[Callable[..., T]], *operands: Any) -> T:

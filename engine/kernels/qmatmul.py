@@ -130,7 +130,7 @@ def _matmul(
         return read(jnp.minimum(i + 1, num_pieces - 1)), out
 
     start = (read(0), jnp.zeros((x.shape[0], padded), jnp.float32))
-    return flow.fori_loop(num_pieces, body, start)[1][:num_rows, :rows]
+    return flow.fori_loop(0, num_pieces, body, start)[1][:num_rows, :rows]
 
 
 def _piece_rows(padded: int, cols: int, num_rows: int) -> int:

@@ -3,11 +3,14 @@
 A key that llama.cpp understands, that changes the maths and that no builder here reads refuses the
 file by name: a model is run as it was meant to be run or not at all. Keys that llama.cpp does not
 know are ignored, as it ignores them.
+
+Source of every default below: the `load_arch_hparams` of llama.cpp's model of the same name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from engine.errors import UnsupportedModel
 from engine.gguf.reader import GgufFile
@@ -15,9 +18,11 @@ from engine.model.metadata import ArchitectureKeys
 from engine.model.spec import (
     Activation,
     AttentionSpec,
+    BlockSpec,
     DenseFfnSpec,
     LayerSpec,
     ModelSpec,
+    QkNorm,
     RopePairing,
     RopeSpec,
 )
@@ -43,6 +48,14 @@ def read_spec(file: GgufFile) -> ModelSpec:
     return spec
 
 
+@dataclass(frozen=True)
+class _Windows:
+    """Which layers slide: all but every `pattern`-th, which come last in their group."""
+
+    tokens: int
+    pattern: int
+
+
 def _llama(keys: ArchitectureKeys) -> ModelSpec:
     """Llama 1 to 3, Mistral, SmolLM2 and their many tunes.
 
@@ -51,32 +64,138 @@ def _llama(keys: ArchitectureKeys) -> ModelSpec:
     """
     keys.ignore("attention.sliding_window")
     keys.require("expert_count", 0)
-    attention = _attention(keys, RopePairing.NORM)
-    ffn = DenseFfnSpec(
-        hidden=keys.uint("feed_forward_length"),
-        activation=Activation.SILU,
-        biases=keys.biases("ffn_gate", "ffn_up", "ffn_down"),
+    return _decoder(keys, _block(keys), RopePairing.NORM)
+
+
+def _qwen2(keys: ArchitectureKeys) -> ModelSpec:
+    """Qwen 1.5, 2 and 2.5: biases on queries, keys and values."""
+    return _decoder(keys, _block(keys), RopePairing.NEOX)
+
+
+def _qwen3(keys: ArchitectureKeys) -> ModelSpec:
+    """Dense Qwen 3: queries and keys are normalised per head."""
+    return _decoder(keys, _block(keys, qk_norm=QkNorm.HEAD), RopePairing.NEOX)
+
+
+def _olmo2(keys: ArchitectureKeys) -> ModelSpec:
+    """OLMo 2 and 3: norms after the mixer and the feed-forward only, and over whole projections.
+
+    The window layers of OLMo 3 use plain rope; its full layers' YaRN is not implemented.
+    """
+    block = replace(_block(keys, qk_norm=QkNorm.FULL), has_pre_norms=False, has_post_norms=True)
+    spec = _decoder(keys, block, RopePairing.NEOX)
+    window = keys.uint("attention.sliding_window", 0, least=0)
+    if not window:
+        return spec
+    # Read for its check alone: llama.cpp turns the window layers with the full layers' base.
+    keys.ignore("rope.freq_base_swa")
+    local = replace(spec.ropes[0], position_scale=1.0, magnitude=1.0)
+    return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 4)), local)
+
+
+def _gemma2(keys: ArchitectureKeys) -> ModelSpec:
+    """Gemma 2: norms on both sides, soft-caps, every other layer slides."""
+    block = _gemma_block(keys, is_widest=keys.uint("block_count") == 46)
+    cap = keys.real("attn_logit_softcapping", 50.0)
+    block = replace(block, mixer=replace(block.mixer, soft_cap=cap))
+    spec = _gemma(keys, block, logit_soft_cap=keys.real("final_logit_softcapping", 30.0))
+    window = keys.uint("attention.sliding_window", 4096)
+    local = replace(spec.ropes[0], base=keys.real("rope.freq_base_swa", spec.ropes[0].base))
+    return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 2)), local)
+
+
+def _gemma3(keys: ArchitectureKeys) -> ModelSpec:
+    """Gemma 3 text: as Gemma 2 with normalised queries and keys, five of six layers slide."""
+    block = _gemma_block(keys, is_widest=keys.uint("block_count") == 62)
+    block = replace(block, mixer=replace(block.mixer, qk_norm=QkNorm.HEAD))
+    spec = _gemma(keys, block, logit_soft_cap=keys.real("final_logit_softcapping", 0.0))
+    window = keys.uint("attention.sliding_window", 0, least=0)
+    if not window:
+        return spec
+    base = keys.real("rope.freq_base_swa", 10000.0)
+    local = replace(spec.ropes[0], base=base, position_scale=1.0)
+    return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 6)), local)
+
+
+def _phi3(keys: ArchitectureKeys) -> ModelSpec:
+    """Phi 3 and 4: fused projections, rope factors for a short and a long context.
+
+    `attention.sliding_window` is switched off in llama.cpp for this architecture.
+    """
+    keys.ignore("attention.sliding_window")
+    block = _block(keys)
+    block = replace(block, ffn=replace(block.ffn, is_fused=True))
+    return _decoder(keys, block, RopePairing.NEOX)
+
+
+def _gemma_block(keys: ArchitectureKeys, *, is_widest: bool) -> BlockSpec:
+    """A block of Gemma 2 or 3; the largest model of each scales scores by its width's share."""
+    block = replace(_block(keys, activation=Activation.GELU), has_post_norms=True)
+    if not is_widest:
+        return block
+    share = keys.uint("embedding_length") // block.mixer.num_heads
+    return replace(block, mixer=replace(block.mixer, scale=share**-0.5))
+
+
+def _gemma(keys: ArchitectureKeys, block: BlockSpec, *, logit_soft_cap: float) -> ModelSpec:
+    spec = _decoder(keys, block, RopePairing.NEOX)
+    return replace(spec, embedding_scale=spec.width**0.5, logit_soft_cap=logit_soft_cap)
+
+
+def _window_pattern(keys: ArchitectureKeys, default: int) -> int:
+    return keys.uint("attention.sliding_window_pattern", default)
+
+
+def _windowed(
+    keys: ArchitectureKeys, spec: ModelSpec, windows: _Windows, local: RopeSpec
+) -> ModelSpec:
+    """Makes the pattern's layers slide, turning with `local`."""
+    for key in ("attention.key_length_swa", "attention.value_length_swa"):
+        keys.require(key, spec.layers[0].block.mixer.head_dim)
+    keys.require("rope.dimension_count_swa", local.dims)
+    ropes = spec.ropes if local == spec.ropes[0] else (spec.ropes[0], local)
+    slides = [i % windows.pattern < windows.pattern - 1 for i in range(spec.num_layers)]
+    layers = tuple(
+        replace(layer, window=windows.tokens, rope_id=len(ropes) - 1) if slide else layer
+        for layer, slide in zip(spec.layers, slides, strict=True)
     )
-    return _decoder(keys, LayerSpec(attention, ffn))
+    return replace(spec, layers=layers, ropes=ropes)
 
 
-def _decoder(keys: ArchitectureKeys, layer: LayerSpec) -> ModelSpec:
+def _decoder(keys: ArchitectureKeys, block: BlockSpec, pairing: RopePairing) -> ModelSpec:
     return ModelSpec(
         architecture=keys.architecture,
         vocab_size=keys.vocab_size(),
         width=keys.uint("embedding_length"),
         context_train=keys.uint("context_length"),
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
-        layers=(layer,) * keys.uint("block_count"),
-        tied_head="output.weight" not in keys.file.tensors,
+        layers=(LayerSpec(block),) * keys.uint("block_count"),
+        ropes=(_rope(keys, pairing, block.mixer.head_dim),),
+        tied_head=not keys.has_tensor("output.weight"),
+        has_head_bias=keys.has_tensor("output.bias"),
     )
 
 
-def _attention(keys: ArchitectureKeys, pairing: RopePairing) -> AttentionSpec:
+def _block(
+    keys: ArchitectureKeys,
+    *,
+    activation: Activation = Activation.SILU,
+    qk_norm: QkNorm = QkNorm.NONE,
+) -> BlockSpec:
+    ffn = DenseFfnSpec(
+        hidden=keys.uint("feed_forward_length"),
+        activation=activation,
+        biases=keys.biases("ffn_gate", "ffn_up", "ffn_down"),
+    )
+    return BlockSpec(_attention(keys, qk_norm), ffn)
+
+
+def _attention(keys: ArchitectureKeys, qk_norm: QkNorm) -> AttentionSpec:
     width, num_heads = keys.uint("embedding_length"), keys.uint("attention.head_count")
     num_kv_heads = keys.uint("attention.head_count_kv", num_heads)
     head_dim = keys.uint("attention.key_length", width // num_heads)
     keys.require("attention.value_length", head_dim)
+    keys.require("attention.clamp_kqv", 0.0)
     if num_heads % num_kv_heads:
         raise keys.error("attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads}")
     return AttentionSpec(
@@ -84,31 +203,45 @@ def _attention(keys: ArchitectureKeys, pairing: RopePairing) -> AttentionSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=_rope(keys, pairing, head_dim),
-        biases=keys.biases("attn_q", "attn_k", "attn_v", "attn_output"),
+        biases=keys.biases("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
+        qk_norm=qk_norm,
+        is_fused=keys.has_tensor("blk.0.attn_qkv.weight"),
     )
 
 
 def _rope(keys: ArchitectureKeys, pairing: RopePairing, head_dim: int) -> RopeSpec:
-    scaling = keys.text("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise keys.error("rope.scaling.type", scaling, "none or linear")
-    # The scale of files older than `rope.scaling.*`.
-    factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
+    # A factor without a type is linear; `rope.scale_linear` is its name in old files.
+    scaling = keys.text("rope.scaling.type", "linear")
+    if scaling not in ("none", "linear", "longrope"):
+        raise keys.error("rope.scaling.type", scaling, "none, linear or longrope")
+    factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0.0))
     dims = keys.uint("rope.dimension_count", head_dim)
     if dims % 2 or dims > head_dim:
         raise keys.error("rope.dimension_count", dims, f"an even number up to {head_dim}")
-    keys.ignore("rope.scaling.original_context_length", "rope.scaling.finetuned")
-    keys.require("rope.scaling.attn_factor", 1.0)
+    keys.ignore("rope.scaling.finetuned")
+    keys.require("rope.scaling.alpha", 0.0)
+    factors = [n for n in ("rope_freqs", "rope_factors_short") if keys.has_tensor(f"{n}.weight")]
+    has_long = keys.has_tensor("rope_factors_long.weight")
     return RopeSpec(
         pairing=pairing,
         dims=dims,
         base=keys.real("rope.freq_base", 10000.0),
-        position_scale=1.0 / factor if scaling == "linear" and factor > 0 else 1.0,
-        has_factors="rope_freqs.weight" in keys.file.tensors,
+        position_scale=1.0 if scaling == "none" or not factor else 1.0 / factor,
+        magnitude=keys.real("rope.scaling.attn_factor", 1.0),
+        factors=f"{factors[0]}.weight" if factors else "",
+        long_factors="rope_factors_long.weight" if has_long else "",
+        short_context=keys.uint(
+            "rope.scaling.original_context_length", keys.uint("context_length")
+        ),
     )
 
 
 _BUILDERS: dict[str, Callable[[ArchitectureKeys], ModelSpec]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "llama": _llama,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
 }

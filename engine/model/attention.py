@@ -1,10 +1,11 @@
 """Attention over paged keys and values, on plain XLA.
 
-Keys and values live in pools [layers, pages, page, kv_heads, head_dim]; page 0 is the sink that
-padding writes to. A row reads its own pages through its table. The keys are walked in blocks of
-fixed positions with a running softmax, and the number of blocks walked is data, not shape: time
-follows the tokens held, one program serves every length, and how the keys are split depends on
-their positions alone, never on the batch.
+Keys and values of all layers lie in one pool array [units, page, kv_heads, head_dim]. A layer owns
+a run of units; the first of them is its sink, to which padding writes. Tables hold units, so a
+layer adds its own first unit to the page ids that the scheduler knows. The keys are walked in
+blocks of fixed positions with a running softmax, and the number of blocks walked is data, not
+shape: time follows the tokens held, one program serves every length, and how the keys are split
+depends on their positions alone, never on the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from engine.kernels import flow
@@ -22,12 +24,13 @@ BLOCK_TOKENS = 256
 """Keys per block of the walk. Tables are padded to whole blocks."""
 
 _MASKED = -1e30  # finite, so that a block without any visible key still subtracts cleanly
+_NO_POSITION = np.int32(2**31 - 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KvPool:
-    """Keys and values of every attention layer: [layers, pages, page, kv_heads, head_dim]."""
+    """Keys and values of every attention layer, f16 or f32 [units, page, kv_heads, head_dim]."""
 
     keys: jax.Array
     values: jax.Array
@@ -35,44 +38,40 @@ class KvPool:
     @property
     def page_tokens(self) -> int:
         """Tokens per page."""
-        return self.keys.shape[2]
+        return self.keys.shape[1]
 
 
 def write(
-    pool: KvPool,
-    layer: jax.Array,
-    pages: jax.Array,
-    offsets: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    pool: KvPool, units: jax.Array, offsets: jax.Array, keys: jax.Array, values: jax.Array
 ) -> KvPool:
     """Stores one token per entry: keys and values f32 [N, kv_heads, head_dim].
 
-    `pages` and `offsets` are int32 [N]; padding names page 0.
+    `units` and `offsets` are int32 [N]; padding names a sink.
     """
     return KvPool(
-        pool.keys.at[layer, pages, offsets].set(keys.astype(pool.keys.dtype)),
-        pool.values.at[layer, pages, offsets].set(values.astype(pool.values.dtype)),
+        pool.keys.at[units, offsets].set(keys.astype(pool.keys.dtype)),
+        pool.values.at[units, offsets].set(values.astype(pool.values.dtype)),
     )
 
 
 def attend(
     spec: AttentionSpec,
     pool: KvPool,
-    layer: jax.Array,
     queries: jax.Array,
     positions: jax.Array,
     tables: jax.Array,
+    window: jax.Array,
 ) -> jax.Array:
     """Causal attention of R rows with T queries each.
 
     Args:
-        spec: Head counts and the score scale.
+        spec: Head counts, the score scale and its soft-cap.
         pool: Keys and values, those of this step already written.
-        layer: int32 scalar.
         queries: f32 [R, T, num_heads, head_dim], rotated.
         positions: int32 [R, T]; -1 marks padding, whose result is 0.
-        tables: int32 [R, W], page ids in order of position; W pages are whole blocks.
+        tables: int32 [R, W], units in order of position; W pages are whole blocks. A page that no
+            query sees may be any unit.
+        window: int32 scalar; a query sees the last `window` tokens, itself included.
 
     Returns:
         f32 [R, T, num_heads * head_dim].
@@ -81,25 +80,32 @@ def attend(
     kv_heads = spec.num_kv_heads
     grouped = queries.reshape(rows, num_queries, kv_heads, heads // kv_heads, dim) * spec.scale
     block_pages = BLOCK_TOKENS // pool.page_tokens
-    num_blocks = jnp.max(positions) // BLOCK_TOKENS + 1
+    earliest = jnp.min(jnp.where(positions < 0, _NO_POSITION, positions))
+    first_block = jnp.maximum(earliest - window + 1, 0) // BLOCK_TOKENS
+    end_block = jnp.max(positions) // BLOCK_TOKENS + 1
 
     def body(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         best, total, out = carry
-        ids = lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
+        units = lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
         shape = (rows, BLOCK_TOKENS, kv_heads, dim)
-        keys = pool.keys[layer, ids].reshape(shape).astype(jnp.float32)
-        values = pool.values[layer, ids].reshape(shape).astype(jnp.float32)
+        keys = pool.keys[units].reshape(shape).astype(jnp.float32)
+        values = pool.values[units].reshape(shape).astype(jnp.float32)
         key_positions = i * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)
-        visible = key_positions <= positions[..., None]  # [R, T, S]
-        visible = visible[:, None, None]
+        age = positions[..., None] - key_positions  # [R, T, S]
+        visible = ((age >= 0) & (age < window))[:, None, None]
         scores = jnp.einsum("rtkgd,rskd->rkgts", grouped, keys)
+        if spec.soft_cap:
+            scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
         scores = jnp.where(visible, scores, _MASKED)
         new_best = jnp.maximum(best, scores.max(-1))
         weights = jnp.where(visible, jnp.exp(scores - new_best[..., None]), 0.0)
         fade = jnp.exp(best - new_best)
         total = total * fade + weights.sum(-1)
+        # A unit that no query sees may hold anything, and 0 * NaN is NaN.
+        seen = visible.any((1, 2, 3))[..., None, None]
+        values = jnp.where(seen, values, 0.0)
         out = out * fade[..., None] + jnp.einsum("rkgts,rskd->rkgtd", weights, values)
         return new_best, total, out
 
@@ -109,6 +115,6 @@ def attend(
         jnp.zeros(lead, jnp.float32),
         jnp.zeros((*lead, dim), jnp.float32),
     )
-    _, total, out = flow.fori_loop(num_blocks, body, start)
+    _, total, out = flow.fori_loop(first_block, end_block, body, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
     return jnp.moveaxis(out, 3, 1).reshape(rows, num_queries, heads * dim)

@@ -2,7 +2,8 @@
 
 A step evaluates N = D + C tokens: D decode rows of one token each, then a chunk of C tokens of
 one sequence. Layers that repeat are one `lax.scan`, so neither program size nor compile time grows
-with depth. Norms, rope and softmax are f32.
+with depth; what differs between them (window, rope, place in the pool) is data. Norms, rope and
+softmax are f32.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from jax import lax
 
 from engine.kernels import flow
 from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul
-from engine.model import rope as rope_
 from engine.model.attention import KvPool, attend, write
-from engine.model.spec import Activation, AttentionSpec, DenseFfnSpec, LayerSpec, ModelSpec
+from engine.model.place import Place
+from engine.model.rope import angles, rotate
+from engine.model.spec import (
+    Activation,
+    AttentionSpec,
+    BlockSpec,
+    DenseFfnSpec,
+    ModelSpec,
+    QkNorm,
+)
 from engine.model.weights import LayerArrays, Weights
 
 
@@ -27,119 +36,195 @@ from engine.model.weights import LayerArrays, Weights
 class StepInputs:
     """Where each token goes and what each row may read; all int32.
 
-    `tokens`, `positions`, `pages`, `offsets` are [N] (padding: token 0, position -1, page 0).
-    `decode_tables` is [D, W], `chunk_table` [W]. `output_tokens` [D + 1] indexes the tokens whose
-    logits are wanted, in the order decode rows, chunk. `wants_logits` is a scalar, 0 if none are.
+    The K kinds of pool are full (0) and, in models that have it, window (1). `tokens`, `positions`
+    and `offsets` are [N], `pages` is [K, N] (padding: token 0, position -1, page 0). `tables` is
+    [K, R, W] for D decode rows and, last, the chunk. `outputs` [R] indexes the tokens whose logits
+    are wanted, in the order of rows; `wants_logits` is a scalar, 0 if none are.
     """
 
     tokens: jax.Array
     positions: jax.Array
-    pages: jax.Array
     offsets: jax.Array
-    decode_tables: jax.Array
-    chunk_table: jax.Array
-    output_tokens: jax.Array
+    pages: jax.Array
+    tables: jax.Array
+    outputs: jax.Array
     wants_logits: jax.Array
 
 
+@dataclass(frozen=True)
+class _Context:
+    """What every layer of a step shares. `turns` are cos and sin, f32 [ropes, N, dims // 2]."""
+
+    spec: ModelSpec
+    weights: Weights
+    step: StepInputs
+    num_decodes: int
+    turns: tuple[jax.Array, jax.Array]
+
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Root-mean-square norm over the last axis.
+
+        Source: Zhang and Sennrich 2019.
+        """
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return x * lax.rsqrt(mean_square + self.spec.norm_eps) * weight
+
+
 def forward(
-    spec: ModelSpec, weights: Weights, pool: KvPool, step: StepInputs
+    spec: ModelSpec,
+    weights: Weights,
+    places: Place,
+    pool: KvPool,
+    step: StepInputs,
+    num_decodes: int,
 ) -> tuple[jax.Array, KvPool]:
-    """Evaluates one step: f32 logits [D + 1, vocab] and the pool with this step's K/V in it."""
+    """Evaluates one step.
+
+    Args:
+        spec: The model, at its context (`ModelSpec.at_context`).
+        weights: Its weights.
+        places: One entry per layer.
+        pool: Keys and values; the result holds this step's too.
+        step: What to evaluate.
+        num_decodes: D; static.
+
+    Returns:
+        f32 logits [R, vocab] and the pool.
+    """
+    context = _Context(spec, weights, step, num_decodes, _turns(spec, weights, step.positions))
     embedding = cast(MatrixStack, weights.globals["token_embd"])
     x = gather_rows(weights.arena, embedding, step.tokens)
-    first = 0
-    for (layer, _, count), arrays in zip(spec.runs(), weights.runs, strict=True):
-        x, pool = _run(spec, weights, layer, arrays, first, count, x, pool, step)
-        first += count
-
-    def logits() -> jax.Array:
-        last = _rms_norm(
-            x[step.output_tokens], _vector(weights.globals, "output_norm.weight"), spec
-        )
-        head = embedding if spec.tied_head else cast(MatrixStack, weights.globals["output"])
-        return qmatmul(weights.arena, head, last)
-
-    num_rows = step.output_tokens.shape[0]
-    nothing = jnp.zeros((num_rows, spec.vocab_size), jnp.float32)
+    if spec.embedding_scale != 1.0:
+        x = x * spec.embedding_scale
+    for (block, first, count), arrays in zip(spec.runs(), weights.runs, strict=True):
+        x, pool = _run(context, block, arrays, places.part(first, count), x, pool)
+    nothing = jnp.zeros((step.outputs.shape[0], spec.vocab_size), jnp.float32)
     # A chunk in the middle of a prompt needs no logits, and the head is the largest matrix.
-    return flow.cond(step.wants_logits > 0, logits, lambda: nothing), pool
+    logits = flow.cond(step.wants_logits > 0, lambda: _head(context, x), lambda: nothing)
+    return logits, pool
+
+
+def _turns(spec: ModelSpec, weights: Weights, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cos and sin of every rope of the model, f32 [ropes, N, dims // 2] each."""
+    places = jnp.maximum(positions, 0)
+    all_turns = [
+        angles(rope, places, _vector(weights.globals, rope.factors) if rope.factors else None)
+        for rope in spec.ropes
+    ]
+    return jnp.stack([cos for cos, _ in all_turns]), jnp.stack([sin for _, sin in all_turns])
+
+
+def _head(context: _Context, x: jax.Array) -> jax.Array:
+    """Logits of the tokens that want them, f32 [R, vocab]."""
+    spec, weights = context.spec, context.weights
+    last = context.norm(x[context.step.outputs], _vector(weights.globals, "output_norm.weight"))
+    head = weights.globals["token_embd" if spec.tied_head else "output"]
+    logits = qmatmul(weights.arena, cast(MatrixStack, head), last)
+    if spec.has_head_bias:
+        logits = logits + _vector(weights.globals, "output.bias")
+    return _soft_capped(logits, spec.logit_soft_cap)
 
 
 def _run(
-    spec: ModelSpec,
-    weights: Weights,
-    layer: LayerSpec,
+    context: _Context,
+    block: BlockSpec,
     arrays: LayerArrays,
-    first: int,
-    count: int,
+    places: Place,
     x: jax.Array,
     pool: KvPool,
-    step: StepInputs,
 ) -> tuple[jax.Array, KvPool]:
-    """A run of `count` equal layers, the first of which is layer `first` of the model."""
-    rope = layer.mixer.rope
-    factors = _vector(weights.globals, "rope_freqs.weight") if rope.has_factors else None
-    cos, sin = rope_.angles(rope, jnp.maximum(step.positions, 0), factors)
+    """A run of equal blocks: `arrays` and `places` have one entry per layer of it."""
 
-    def block(
-        carry: tuple[jax.Array, KvPool], scanned: tuple[jax.Array, LayerArrays]
+    def layer(
+        carry: tuple[jax.Array, KvPool], scanned: tuple[LayerArrays, Place]
     ) -> tuple[jax.Array, KvPool]:
         x, pool = carry
-        index, own = scanned
+        own, place = scanned
         with jax.named_scope("attention"):
-            normed = _rms_norm(x, _vector(own, "attn_norm.weight"), spec)
-            mixed, pool = _attention(
-                layer.mixer, weights.arena, own, index, normed, pool, step, cos, sin
-            )
-            x = x + mixed
+            y = context.norm(x, _vector(own, "attn_norm.weight")) if block.has_pre_norms else x
+            y, pool = _attention(context, block.mixer, own, place, y, pool)
+            if block.has_post_norms:
+                y = context.norm(y, _vector(own, "post_attention_norm.weight"))
+            x = x + y
         with jax.named_scope("ffn"):
-            normed = _rms_norm(x, _vector(own, "ffn_norm.weight"), spec)
-            x = x + _ffn(layer.ffn, weights.arena, own, normed)
+            y = context.norm(x, _vector(own, "ffn_norm.weight")) if block.has_pre_norms else x
+            y = _ffn(block.ffn, context.weights.arena, own, y)
+            if block.has_post_norms:
+                y = context.norm(y, _vector(own, "post_ffw_norm.weight"))
+            x = x + y
         return x, pool
 
-    indices = jnp.arange(first, first + count, dtype=jnp.int32)
-    return flow.scan(block, (x, pool), (indices, arrays))
+    return flow.scan(layer, (x, pool), (arrays, places))
 
 
 def _attention(
+    context: _Context,
     mixer: AttentionSpec,
-    arena: jax.Array,
     own: LayerArrays,
-    index: jax.Array,
+    place: Place,
     x: jax.Array,
     pool: KvPool,
-    step: StepInputs,
-    cos: jax.Array,
-    sin: jax.Array,
 ) -> tuple[jax.Array, KvPool]:
-    num, dim = x.shape[0], mixer.head_dim
-    queries = _linear(arena, own, "attn_q", mixer.biases, x).reshape(num, mixer.num_heads, dim)
-    keys = _linear(arena, own, "attn_k", mixer.biases, x).reshape(num, mixer.num_kv_heads, dim)
-    values = _linear(arena, own, "attn_v", mixer.biases, x).reshape(num, mixer.num_kv_heads, dim)
-    queries = rope_.rotate(mixer.rope, queries, cos, sin)
-    keys = rope_.rotate(mixer.rope, keys, cos, sin)
-    pool = write(pool, index, step.pages, step.offsets, keys, values)
+    step, num_decodes = context.step, context.num_decodes
+    pairing = context.spec.ropes[0].pairing
+    cos, sin = context.turns[0][place.rope_id], context.turns[1][place.rope_id]
+    queries, keys, values = _projections(context, mixer, own, x)
+    queries = rotate(pairing, queries, cos, sin)
+    keys = rotate(pairing, keys, cos, sin)
+    units = step.pages[place.kind] + place.first_unit
+    pool = write(pool, units, step.offsets, keys, values)
 
-    num_decodes = step.decode_tables.shape[0]
+    tables = step.tables[place.kind] + place.first_unit
     parts: list[jax.Array] = []
     if num_decodes:
         rows = queries[:num_decodes, None], step.positions[:num_decodes, None]
-        parts.append(attend(mixer, pool, index, *rows, step.decode_tables)[:, 0])
-    if num > num_decodes:
+        parts.append(attend(mixer, pool, *rows, tables[:num_decodes], place.window)[:, 0])
+    if x.shape[0] > num_decodes:
         chunk = queries[None, num_decodes:], step.positions[None, num_decodes:]
-        parts.append(attend(mixer, pool, index, *chunk, step.chunk_table[None])[0])
+        parts.append(attend(mixer, pool, *chunk, tables[num_decodes:], place.window)[0])
     mixed = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    return _linear(arena, own, "attn_output", mixer.biases, mixed), pool
+    return _linear(context.weights.arena, own, "attn_output", mixer.biases, mixed), pool
+
+
+def _projections(
+    context: _Context, mixer: AttentionSpec, own: LayerArrays, x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values before rope, f32 [N, heads, head_dim] each."""
+    arena, dim = context.weights.arena, mixer.head_dim
+    if mixer.is_fused:
+        fused = _linear(arena, own, "attn_qkv", mixer.biases, x)
+        first = mixer.num_heads * dim
+        second = first + mixer.num_kv_heads * dim
+        queries, keys, values = jnp.split(fused, [first, second], axis=-1)
+    else:
+        queries, keys, values = (
+            _linear(arena, own, name, mixer.biases, x) for name in ("attn_q", "attn_k", "attn_v")
+        )
+    if mixer.qk_norm is QkNorm.FULL:
+        queries = context.norm(queries, _vector(own, "attn_q_norm.weight"))
+        keys = context.norm(keys, _vector(own, "attn_k_norm.weight"))
+    queries = queries.reshape(-1, mixer.num_heads, dim)
+    keys, values = (y.reshape(-1, mixer.num_kv_heads, dim) for y in (keys, values))
+    if mixer.qk_norm is QkNorm.HEAD:
+        queries = context.norm(queries, _vector(own, "attn_q_norm.weight"))
+        keys = context.norm(keys, _vector(own, "attn_k_norm.weight"))
+    return queries, keys, values
 
 
 def _ffn(ffn: DenseFfnSpec, arena: jax.Array, own: LayerArrays, x: jax.Array) -> jax.Array:
-    gate = _linear(arena, own, "ffn_gate", ffn.biases, x)
     up = _linear(arena, own, "ffn_up", ffn.biases, x)
-    return _linear(arena, own, "ffn_down", ffn.biases, _ACTIVATIONS[ffn.activation](gate) * up)
+    if ffn.is_fused:
+        gate, up = jnp.split(up, 2, axis=-1)
+    else:
+        gate = _linear(arena, own, "ffn_gate", ffn.biases, x)
+    gated = _activated(ffn.activation, gate) * up
+    return _linear(arena, own, "ffn_down", ffn.biases, gated)
 
 
-_ACTIVATIONS = {Activation.SILU: jax.nn.silu}
+def _activated(activation: Activation, x: jax.Array) -> jax.Array:
+    if activation is Activation.GELU:
+        return jax.nn.gelu(x, approximate=True)
+    return jax.nn.silu(x)
 
 
 def _linear(
@@ -149,10 +234,8 @@ def _linear(
     return y + _vector(own, f"{name}.bias") if name in biases else y
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:
-    """Source: Zhang and Sennrich 2019."""
-    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + spec.norm_eps) * weight
+def _soft_capped(x: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 def _vector(arrays: LayerArrays, name: str) -> jax.Array:

@@ -41,16 +41,16 @@ class ArchitectureKeys:
         self._read.add(suffix)
         return f"{self.architecture}.{suffix}"
 
-    def uint(self, suffix: str, default: int | None = None) -> int:
-        """A positive integer.
+    def uint(self, suffix: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`.
 
         Raises:
-            ModelFileError: It is absent without a default, of another type, or zero.
+            ModelFileError: It is absent without a default, of another type, or too small.
         """
         key = self._key(suffix)
         value = self.file.metadata.get_uint(key, default)
-        if value < 1:
-            raise ModelFileError(self.file.name, f"{key} is {value}, expected at least 1")
+        if value < least:
+            raise ModelFileError(self.file.name, f"{key} is {value}, expected at least {least}")
         return value
 
     def real(self, suffix: str, default: float | None = None) -> float:
@@ -76,9 +76,13 @@ class ArchitectureKeys:
         """Marks keys that the builder knows and llama.cpp does not use either."""
         self._read.update(suffixes)
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file holds a tensor of this full name."""
+        return name in self.file.tensors
+
     def biases(self, *names: str) -> frozenset[str]:
         """Which of these matrices have a bias, judged by the first layer."""
-        return frozenset(n for n in names if f"blk.0.{n}.bias" in self.file.tensors)
+        return frozenset(n for n in names if self.has_tensor(f"blk.0.{n}.bias"))
 
     def vocab_size(self) -> int:
         """Rows of the embedding, which is what token ids index.

@@ -15,7 +15,7 @@ from engine.model.spec import RopePairing, RopeSpec
 def angles(
     rope: RopeSpec, positions: jax.Array, factors: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, f32 [N, dims // 2] each, for int32 positions [N].
+    """Cosines and sines times the magnitude, f32 [N, dims // 2] each, for int32 positions [N].
 
     `factors` is f32 [dims // 2] and divides the frequencies.
     """
@@ -24,16 +24,20 @@ def angles(
     if factors is not None:
         frequencies = frequencies / factors
     theta = positions.astype(jnp.float32)[:, None] * frequencies
-    return jnp.cos(theta), jnp.sin(theta)
+    return jnp.cos(theta) * rope.magnitude, jnp.sin(theta) * rope.magnitude
 
 
-def rotate(rope: RopeSpec, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first `dims` components of every head: f32 [N, heads, head_dim]."""
+def rotate(pairing: RopePairing, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first components of every head, f32 [N, heads, head_dim].
+
+    `cos` and `sin` are [N, dims // 2]; components past `dims` stay as they are.
+    """
     num, heads, _ = x.shape
-    turned, rest = x[..., : rope.dims], x[..., rope.dims :]
+    dims = 2 * cos.shape[-1]
+    turned, rest = x[..., :dims], x[..., dims:]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    if rope.pairing is RopePairing.NORM:
-        pairs = turned.reshape(num, heads, rope.dims // 2, 2)
+    if pairing is RopePairing.NORM:
+        pairs = turned.reshape(num, heads, dims // 2, 2)
         a, b = pairs[..., 0], pairs[..., 1]
         out = jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(turned.shape)
     else:

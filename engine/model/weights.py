@@ -16,7 +16,7 @@ from engine.errors import UnsupportedModel
 from engine.gguf.arena import Arena, Progress, build_arena, read_vectors
 from engine.gguf.reader import GgufFile
 from engine.kernels.qmatmul import MatrixStack
-from engine.model.spec import LayerSpec, ModelSpec
+from engine.model.spec import BlockSpec, ModelSpec, QkNorm
 
 LayerArrays = Mapping[str, MatrixStack | jax.Array]
 
@@ -26,9 +26,9 @@ LayerArrays = Mapping[str, MatrixStack | jax.Array]
 class Weights:
     """All weights of a model.
 
-    `runs` has one entry per run of equal layers (`ModelSpec.runs`): name to a stack of L matrices
+    `runs` has one entry per run of equal blocks (`ModelSpec.runs`): name to a stack of L matrices
     or f32 [L, n] vectors. `globals` holds the embedding, the head and vectors that belong to no
-    layer, by file name without `.weight`.
+    layer. Matrices are named as in the file without `.weight`, vectors as in the file.
     """
 
     arena: jax.Array
@@ -36,26 +36,38 @@ class Weights:
     globals: LayerArrays
 
 
-def layer_matrices(layer: LayerSpec) -> dict[str, tuple[int | None, int | None]]:
-    """The matrices of a layer: name to (rows, cols), None standing for the model's width."""
-    mixer, ffn = layer.mixer, layer.ffn
+def block_matrices(block: BlockSpec, width: int) -> dict[str, tuple[int, int]]:
+    """The matrices of a block: name to (rows, cols)."""
+    mixer, ffn = block.mixer, block.ffn
     queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    return {
-        "attn_q": (queries, None),
-        "attn_k": (keys, None),
-        "attn_v": (keys, None),
-        "attn_output": (None, queries),
-        "ffn_gate": (ffn.hidden, None),
-        "ffn_up": (ffn.hidden, None),
-        "ffn_down": (None, ffn.hidden),
-    }
+    found: dict[str, tuple[int, int]] = {}
+    if mixer.is_fused:
+        found["attn_qkv"] = (queries + 2 * keys, width)
+    else:
+        found |= {"attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width)}
+    found["attn_output"] = (width, queries)
+    if ffn.is_fused:
+        found["ffn_up"] = (2 * ffn.hidden, width)
+    else:
+        found |= {"ffn_gate": (ffn.hidden, width), "ffn_up": (ffn.hidden, width)}
+    found["ffn_down"] = (width, ffn.hidden)
+    return found
 
 
-def layer_vectors(layer: LayerSpec, width: int) -> dict[str, int]:
-    """The vectors of a layer: file name to length."""
-    rows = {name: shape[0] or width for name, shape in layer_matrices(layer).items()}
-    biases = {f"{name}.bias": rows[name] for name in layer.mixer.biases | layer.ffn.biases}
-    return {"attn_norm.weight": width, "ffn_norm.weight": width} | biases
+def block_vectors(block: BlockSpec, width: int) -> dict[str, int]:
+    """The vectors of a block: file name to length."""
+    mixer = block.mixer
+    rows = {name: shape[0] for name, shape in block_matrices(block, width).items()}
+    found = {f"{name}.bias": rows[name] for name in mixer.biases | block.ffn.biases}
+    if block.has_pre_norms:
+        found |= {"attn_norm.weight": width, "ffn_norm.weight": width}
+    if block.has_post_norms:
+        found |= {"post_attention_norm.weight": width, "post_ffw_norm.weight": width}
+    if mixer.qk_norm is not QkNorm.NONE:
+        per_head = mixer.qk_norm is QkNorm.HEAD
+        found["attn_q_norm.weight"] = mixer.head_dim * (1 if per_head else mixer.num_heads)
+        found["attn_k_norm.weight"] = mixer.head_dim * (1 if per_head else mixer.num_kv_heads)
+    return found
 
 
 def global_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -67,9 +79,11 @@ def global_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 def global_vectors(spec: ModelSpec) -> dict[str, int]:
     """The vectors outside the layers: file name to length."""
     found = {"output_norm.weight": spec.width}
-    for layer in spec.layers:
-        if layer.mixer.rope.has_factors:
-            found["rope_freqs.weight"] = layer.mixer.rope.dims // 2
+    if spec.has_head_bias:
+        found["output.bias"] = spec.vocab_size
+    for rope in spec.ropes:
+        for name in filter(None, (rope.factors, rope.long_factors)):
+            found[name] = rope.dims // 2
     return found
 
 
@@ -81,9 +95,9 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for name, length in global_vectors(spec).items():
         shapes[name] = (length,)
     for i, layer in enumerate(spec.layers):
-        for name, (rows, cols) in layer_matrices(layer).items():
-            shapes[f"blk.{i}.{name}.weight"] = (rows or spec.width, cols or spec.width)
-        for name, length in layer_vectors(layer, spec.width).items():
+        for name, shape in block_matrices(layer.block, spec.width).items():
+            shapes[f"blk.{i}.{name}.weight"] = shape
+        for name, length in block_vectors(layer.block, spec.width).items():
             shapes[f"blk.{i}.{name}"] = (length,)
     return shapes
 
@@ -112,7 +126,7 @@ def check_tensors(spec: ModelSpec, file: GgufFile) -> None:
 
 
 def load_weights(spec: ModelSpec, file: GgufFile, progress: Progress | None = None) -> Weights:
-    """Reads all weights of a checked file, matrices into one arena.
+    """Reads all weights of a file, matrices into one arena.
 
     Raises:
         UnsupportedModel: The file does not hold exactly the tensors of `spec`.
@@ -123,8 +137,8 @@ def load_weights(spec: ModelSpec, file: GgufFile, progress: Progress | None = No
     arena = build_arena(file, [n for n, s in shapes.items() if len(s) == 2], progress)
     vectors = read_vectors(file, [n for n, s in shapes.items() if len(s) == 1])
     runs = tuple(
-        _run_arrays(spec, layer, first, count, arena, vectors)
-        for layer, first, count in spec.runs()
+        _run_arrays(spec, block, first, count, arena, vectors)
+        for block, first, count in spec.runs()
     )
     outside: dict[str, MatrixStack | jax.Array] = {
         name: MatrixStack.of([arena.matrices[f"{name}.weight"]]).single()
@@ -136,17 +150,17 @@ def load_weights(spec: ModelSpec, file: GgufFile, progress: Progress | None = No
 
 def _run_arrays(
     spec: ModelSpec,
-    layer: LayerSpec,
+    block: BlockSpec,
     first: int,
     count: int,
     arena: Arena,
     vectors: Mapping[str, np.ndarray],
 ) -> LayerArrays:
-    blocks = range(first, first + count)
+    layers = range(first, first + count)
     arrays: dict[str, MatrixStack | jax.Array] = {
-        name: MatrixStack.of([arena.matrices[f"blk.{i}.{name}.weight"] for i in blocks])
-        for name in layer_matrices(layer)
+        name: MatrixStack.of([arena.matrices[f"blk.{i}.{name}.weight"] for i in layers])
+        for name in block_matrices(block, spec.width)
     }
-    for name in layer_vectors(layer, spec.width):
-        arrays[name] = jnp.asarray(np.stack([vectors[f"blk.{i}.{name}"] for i in blocks]))
+    for name in block_vectors(block, spec.width):
+        arrays[name] = jnp.asarray(np.stack([vectors[f"blk.{i}.{name}"] for i in layers]))
     return arrays
