@@ -206,6 +206,7 @@ class Generation:
             token_id=token_id,
             completion_tokens=len(self.tokens),
             mid_character=release.mid_character,
+            completes_stop=release.stop_string is not None,
             logprobs=self._logprobs(token_id),
             decode_s=self.decode_s,
         )

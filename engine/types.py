@@ -208,13 +208,15 @@ class Chunk:
     """One sampled token and the text that it released.
 
     `text` may be empty (withheld for a stop string, or inside a character); `mid_character` says
-    that the text so far ends inside a UTF-8 sequence. `logprobs` is None when not asked for.
+    that the text so far ends inside a UTF-8 sequence. `completes_stop`: this token completed a
+    stop string. `logprobs` is None when not asked for.
     """
 
     text: str
     token_id: int
     completion_tokens: int
     mid_character: bool = False
+    completes_stop: bool = False
     logprobs: TokenLogprobs | None = None
     decode_s: float = 0.0
 

@@ -141,7 +141,9 @@ async def _events_of(
 
 def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
     params = sample.job.params
-    timings = sample.timings_at(chunk) if params.timings_per_token else None
+    # The peer shows the timings once it knows that a stop text has ended the sample.
+    is_timed = params.timings_per_token or chunk.completes_stop
+    timings = sample.timings_at(chunk) if is_timed else None
     entry: Json = None
     if chunk.logprobs.top:
         entry = probabilities.entry(chunk, is_post_sampling=params.post_sampling_probs)

@@ -217,6 +217,7 @@ def from_chunk(
         token_id=event.token_id,
         logprobs=None if event.logprobs is None else _logprobs(event.logprobs),
         mid_character=event.mid_character,
+        completes_stop=event.completes_stop,
         completion_tokens=event.completion_tokens,
         decode_elapsed=to_duration(event.decode_s),
         chat_deltas=deltas,
