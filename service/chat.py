@@ -104,7 +104,7 @@ def _is_continued(chat: common_pb2.ChatPrompt, defaults: GenerationDefaults) -> 
 
 def _message(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
     shown: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
+        "role": message.role,
         "content": _content(message),
     }
     if message.HasField("reasoning"):

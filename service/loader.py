@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
 
 from engine.loading import Loaded, LoadProgress, load_engine
+from engine.text.builtin_templates import BUILTIN_TEMPLATES, CHATML
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from engine.types import EventSink
 from service.fetch.progress import ProgressLine
 from service.fetch.source import resolve_model
@@ -45,6 +49,7 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
         ModelFileError: The file is damaged.
         UnsupportedModel: This build does not run it.
         InvalidField: A size of the layout is out of range.
+        TemplateError: The chat template is none.
     """
     path = resolve_model(options.model, say=_LOG.info, progress=ProgressLine(sys.stderr))
     _LOG.info("loading %s", path)
@@ -68,12 +73,13 @@ class _Report:
 
 
 def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedModel:
+    template = _template(options, loaded)
     return LoadedModel(
         engine=loaded.engine,
         tokenizer=loaded.tokenizer,
-        template=None,
+        template=template,
         names=_names(options, path),
-        facts=_facts(loaded),
+        facts=_facts(loaded, template),
         defaults=options.defaults,
         is_unified=options.engine.unified,
         device=jax.default_backend(),
@@ -92,11 +98,29 @@ def _names(options: ServiceOptions, path: Path) -> ModelNames:
     )
 
 
-def _facts(loaded: Loaded) -> ModelFacts:
+def _template(options: ServiceOptions, loaded: Loaded) -> ChatTemplate:
+    """The flag's template (a source, or a built-in's name), else the file's, else ChatML."""
+    named = options.chat_template
+    source = BUILTIN_TEMPLATES.get(named, named) if named else loaded.vocab.chat_template
+    tokenizer = loaded.tokenizer
+    return ChatTemplate(
+        source or CHATML,
+        _text(tokenizer, tokenizer.bos_token),
+        _text(tokenizer, tokenizer.eos_token),
+        adds_bos=tokenizer.add_bos,
+        adds_eos=tokenizer.add_eos,
+    )
+
+
+def _text(tokenizer: Tokenizer, token_id: int | None) -> str:
+    return "" if token_id is None else tokenizer.pieces[token_id].decode("utf-8", "replace")
+
+
+def _facts(loaded: Loaded, template: ChatTemplate) -> ModelFacts:
     spec, facts, tokenizer = loaded.spec, loaded.facts, loaded.tokenizer
     ids: dict[str, int | None] = {name: getattr(tokenizer.special, name) for name in _SPECIAL}
     special = {
-        name: (token_id, tokenizer.pieces[token_id].decode("utf-8", "replace"))
+        name: (token_id, _text(tokenizer, token_id))
         for name, token_id in ids.items()
         if token_id is not None
     }
@@ -111,6 +135,10 @@ def _facts(loaded: Loaded) -> ModelFacts:
         name=facts.name,
         ftype=facts.file_type,
         special_tokens=special,
-        chat_template=None,
+        chat_template=template.source,
+        tool_use_template=loaded.vocab.chat_templates.get("tool_use", ""),
+        chat_capabilities={
+            name.removeprefix("supports_"): holds for name, holds in asdict(template.caps).items()
+        },
         has_infill_tokens=all(name in special for name in ("fim_pre", "fim_suf", "fim_mid")),
     )

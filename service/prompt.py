@@ -42,16 +42,10 @@ async def read_prompt(message: generation_pb2.GenerateRequest, model: LoadedMode
 async def render(chat: common_pb2.ChatPrompt, model: LoadedModel) -> RenderedChat:
     """Renders a conversation on a thread: a template is a program that the loop must not wait for.
 
-    A BOS text in front is dropped where tokenising adds one.
-
     Raises:
         EngineError: As `render_chat`.
     """
-    rendered = await asyncio.to_thread(render_chat, chat, model.template, model.defaults, "chat")
-    _, bos_text = model.facts.special_tokens.get("bos", (0, ""))
-    if not (model.tokenizer.add_bos and bos_text):
-        return rendered
-    return RenderedChat(rendered.text.removeprefix(bos_text), rendered.echo)
+    return await asyncio.to_thread(render_chat, chat, model.template, model.defaults, "chat")
 
 
 async def encode(

@@ -72,7 +72,7 @@ class FakeTemplate:
         turns = "".join(f"{m['role']}:{m['content']}|" for m in messages)
         shown = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
         named = "".join(f"[{key}={value}]" for key, value in sorted((extra or {}).items()))
-        return "<s>" + shown + named + turns + ("assistant:" if add_generation_prompt else "")
+        return shown + named + turns + ("assistant:" if add_generation_prompt else "")
 
 
 def options(**changes: Any) -> ServiceOptions:

@@ -191,7 +191,7 @@ async def test_a_chat_is_rendered_and_answered_in_deltas() -> None:
     deltas = [delta.content for r in responses for delta in r.chunk.chat_deltas]
     assert deltas == ["h", "i"]
     assert text_of(responses) == "hi"
-    # The template's own BOS is dropped where tokenising adds one.
+    # BOS comes before the rendered text.
     assert responses[0].started.prompt_tokens == 1 + len("user:yo|assistant:")
 
 

@@ -1,0 +1,166 @@
+"""TLS, client certificates, reflection and the doors of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from kvarts.v1 import model_pb2, model_pb2_grpc
+
+from service.options import TlsFiles
+from service.server import Server
+from tests.contract.serving import fake_model, options, serving
+from tests.fakes import fake_engine
+
+OPENSSL = shutil.which("openssl")
+needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="makes certificates with openssl")
+BUF = shutil.which("buf", path=str(Path(sys.executable).parent))
+needs_buf = pytest.mark.skipif(BUF is None, reason="calls the server with buf")
+
+
+class Certificates:
+    """An authority in a folder, and what it signs."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self.ca = folder / f"{name}.pem"
+        self._ca_key = folder / f"{name}.key"
+        subject = ("-subj", f"/CN={name}", "-days", "1")
+        self._openssl("req", "-x509", *self._new_key(self._ca_key), *subject, "-out", self.ca)
+
+    def sign(self, name: str) -> tuple[bytes, bytes]:
+        """Returns the key and the certificate of a party at 127.0.0.1."""
+        key, cert = self._folder / f"{name}.key", self._folder / f"{name}.pem"
+        self._openssl(
+            "req",
+            "-x509",
+            *self._new_key(key),
+            *("-subj", f"/CN={name}", "-days", "1", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-CA", self.ca, "-CAkey", self._ca_key, "-out", cert),
+        )
+        return key.read_bytes(), cert.read_bytes()
+
+    def files(self, name: str, client_ca: Path | None = None) -> TlsFiles:
+        self.sign(name)
+        folder = self._folder
+        ca = str(client_ca) if client_ca else None
+        return TlsFiles(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), ca)
+
+    def _new_key(self, key: Path) -> tuple[str | Path, ...]:
+        return (
+            *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-keyout", key),
+        )
+
+    def _openssl(self, *words: str | Path) -> None:
+        assert OPENSSL is not None
+        subprocess.run([OPENSSL, *words], check=True, capture_output=True)
+
+
+@asynccontextmanager
+async def server_with(tls: TlsFiles) -> AsyncGenerator[int]:
+    server = Server(options(tls=tls))
+    await server.start()
+    await server.load(lambda sink: fake_model(fake_engine(sink)))
+    assert server.port is not None
+    try:
+        yield server.port
+    finally:
+        await server.stop(1)
+
+
+async def can_call(port: int, credentials: grpc.ChannelCredentials | None) -> bool:
+    target = f"127.0.0.1:{port}"
+    channel = (
+        grpc.aio.secure_channel(target, credentials)
+        if credentials
+        else grpc.aio.insecure_channel(target)
+    )
+    async with channel:
+        stub = model_pb2_grpc.ModelServiceStub(channel)
+        try:
+            await stub.GetModel(model_pb2.GetModelRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+
+@needs_openssl
+async def test_tls(tmp_path: Path) -> None:
+    ours, other = Certificates(tmp_path, "ours"), Certificates(tmp_path, "other")
+    async with server_with(ours.files("server")) as port:
+        assert await can_call(port, grpc.ssl_channel_credentials(ours.ca.read_bytes()))
+        assert not await can_call(port, grpc.ssl_channel_credentials(other.ca.read_bytes()))
+        assert not await can_call(port, None)
+
+
+@needs_openssl
+async def test_client_certificates(tmp_path: Path) -> None:
+    ours, other = Certificates(tmp_path, "ours"), Certificates(tmp_path, "other")
+    root = ours.ca.read_bytes()
+    async with server_with(ours.files("server", client_ca=ours.ca)) as port:
+        assert await can_call(port, grpc.ssl_channel_credentials(root, *ours.sign("client")))
+        assert not await can_call(port, grpc.ssl_channel_credentials(root))
+        stranger = grpc.ssl_channel_credentials(root, *other.sign("stranger"))
+        assert not await can_call(port, stranger)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_every_service(version: str) -> None:
+    async with serving() as it:
+        path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+        reply = await it.reflect(path)
+    for name in ("Generation", "Tokenization", "Embedding", "Model", "Slot", "Lora", "Rebuild"):
+        assert f"kvarts.v1.{name}Service".encode() in reply
+    assert b"grpc.health.v1.Health" in reply
+
+
+@needs_buf
+async def test_buf_curl_reads_the_contract_by_reflection(tmp_path: Path) -> None:
+    async with serving() as it:
+        url = f"http://127.0.0.1:{it.server.port}/kvarts.v1.GenerationService/Generate"
+        assert BUF is not None
+        process = await asyncio.create_subprocess_exec(
+            *(BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge"),
+            *("-d", '{"text":"Hi","maxTokens":2,"sampling":{"temperature":0}}', url),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=tmp_path,
+        )
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    events = [json.loads(line) for line in _objects(out.decode())]
+    assert [next(iter(event)) for event in events] == ["started", "chunk", "chunk", "finished"]
+    assert events[-1]["finished"]["finishReason"] == "FINISH_REASON_LENGTH"
+
+
+def _objects(text: str) -> list[str]:
+    """Splits concatenated JSON objects."""
+    decoder = json.JSONDecoder()
+    found: list[str] = []
+    rest = text.strip()
+    while rest:
+        _, end = decoder.raw_decode(rest)
+        found.append(rest[:end])
+        rest = rest[end:].strip()
+    return found
+
+
+async def test_both_doors_open_the_same_service(tmp_path: Path) -> None:
+    socket = tmp_path / "s.sock"
+    async with serving(private_socket=str(socket)) as it:
+        assert it.server.addresses == (f"unix:{socket}", f"127.0.0.1:{it.server.port}")
+        async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+            stub = model_pb2_grpc.ModelServiceStub(channel)
+            through_socket = await stub.GetModel(model_pb2.GetModelRequest())
+        assert through_socket == await it.model.GetModel(model_pb2.GetModelRequest())
