@@ -156,7 +156,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         chat_template=_chat_template(parsed),
         log_format=_log_format(parsed),
         log_level=_log_level(parsed),
-        log_file=parsed["log_file"],
+        log_file=_log_file(parsed),
     )
 
 
@@ -365,6 +365,17 @@ def _is_verbose(parsed: Parsed) -> bool:
 
 def _log_format(parsed: Parsed) -> str:
     return "json" if parsed["log_jsonl"] else parsed["log_format"]
+
+
+def _log_file(parsed: Parsed) -> str | None:
+    name = parsed["log_file"]
+    if name is None:
+        return None
+    try:
+        with open(name, "ab"):
+            return name
+    except OSError as error:
+        raise FlagError(f"--log-file {name}: {error.strerror}") from None
 
 
 def _log_level(parsed: Parsed) -> str:

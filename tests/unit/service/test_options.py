@@ -175,6 +175,12 @@ def test_verbose_answers_need_more_than_verbose_logs() -> None:
     assert _gateway("-lv", "10").is_verbose is True
 
 
+def test_a_log_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    assert _service("--log-file", str(tmp_path / "log")).log_file == str(tmp_path / "log")
+    with pytest.raises(FlagError, match=r"--log-file .*: No such file or directory"):
+        _service("--log-file", str(tmp_path / "none" / "log"))
+
+
 def test_json_logs_by_either_flag() -> None:
     assert _service("--log-jsonl").log_format == "json"
     assert _service("--log-format", "json").log_format == "json"
