@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from typing import NoReturn
 
 from service.command_line import service_command_line
+from service.exit import leave
 from service.exposure import exposure_warning
 from service.logs import configure
 from service.options import ServiceOptions
@@ -19,14 +20,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STOP_MARGIN_S = 2.0
 
 
-def main() -> int:
-    """Runs kvarts-service until a signal; returns the exit status."""
+def main() -> NoReturn:
+    """Runs kvarts-service until a signal, then ends the process."""
     options = service_command_line(sys.argv[1:], os.environ)
     configure(options.log_format, options.log_level, options.log_file)
     warning = exposure_warning([options.grpc_host], has_key=bool(options.api_keys))
     if warning:
         sys.stderr.write(warning + "\n")
-    return asyncio.run(_run(options))
+    # Every signal and every failure has been answered by now: see `leave`.
+    leave(asyncio.run(_run(options)))
 
 
 async def _run(options: ServiceOptions) -> int:
@@ -42,13 +44,10 @@ def _on_signal(
 ) -> None:
     """The first signal asks, a second one ends the process at once."""
     if stop.is_set():
-        _exit(128 + number)
+        leave(128 + number)
     stop.set()
-    loop.call_later(options.shutdown_timeout_s + _STOP_MARGIN_S, _exit, 1)
-
-
-_exit: Callable[[int], None] = os._exit
+    loop.call_later(options.shutdown_timeout_s + _STOP_MARGIN_S, leave, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
