@@ -23,7 +23,7 @@ setup: $(READY)
 $(READY): pyproject.toml $(PROTOS)
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or newer" >&2; exit 1; }
 	test -x $(PY) || $(if $(UV),uv venv --seed --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
-	$(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --quiet) --editable '.[dev]'
+	$(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check) --editable '.[dev]'
 	touch $(READY)
 
 serve: setup

@@ -1,8 +1,8 @@
 """kvarts-server: the service in this process and the gateway as its child, as one server.
 
 The gateway starts first, so that HTTP answers "Loading model" while the service loads. It gets its
-options as one line on stdin, and the pipe then stays open: however this process ends, the kernel
-closes the pipe and the gateway ends too, so that nothing is ever orphaned. The two talk over a
+options as one line on stdin, and the pipe then stays open. Closing it is the order to stop: however
+this process ends, the kernel closes it, so that nothing is ever orphaned. The two talk over a
 Unix socket in a folder of this user alone; the public gRPC door, if asked for, is a second one.
 """
 
@@ -131,8 +131,7 @@ class _Server:
         self._signals += 1
         if self._signals > 1:
             self._force(128 + number)
-        if self._child.poll() is None:
-            self._child.terminate()
+        _close_pipe(self._child)
         limit = threading.Timer(self._limit_s, self._force, (1,))
         limit.daemon = True
         limit.start()
@@ -160,13 +159,16 @@ def _send(child: subprocess.Popen[bytes], line: bytes) -> None:
         return
 
 
+def _close_pipe(child: subprocess.Popen[bytes]) -> None:
+    """Asks the gateway to end. A signal besides would be its second, which means at once."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.close()
+
+
 def _end(child: subprocess.Popen[bytes], shutdown_timeout_s: float) -> None:
-    """Ends the gateway: the closed pipe asks it to, as does the signal; then it is killed."""
-    if child.poll() is None:
-        child.terminate()
-    if child.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
+    """Ends the gateway by its pipe, and by force if it takes too long."""
+    _close_pipe(child)
     try:
         child.wait(shutdown_timeout_s + _CHILD_MARGIN_S)
     except subprocess.TimeoutExpired:
