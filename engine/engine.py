@@ -31,6 +31,7 @@ from engine.scheduler import Scheduler, SchedulerParts
 from engine.scheduling.erasing import ErasedSlot, Erasure
 from engine.scheduling.gate import Gate
 from engine.slots.table import SlotTable
+from engine.slots.window import WindowPages, WindowPolicy
 from engine.snapshot import describe
 from engine.step import Runner
 from engine.types import (
@@ -83,6 +84,7 @@ class Engine:
             page_tokens=plan.page_tokens,
             pages=pages,
             similarity=config.slot_similarity,
+            windows=_window_pages(plan),
         )
         self._pages = pages
         self._plan = plan
@@ -286,6 +288,17 @@ class Engine:
     def _describe(self) -> Snapshot:
         queue_limit = self._gate.max_requests
         return describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
+
+
+def _window_pages(plan: MemoryPlan) -> WindowPages | None:
+    if plan.window is None:
+        return None
+    policy = WindowPolicy(
+        window=plan.window.window,
+        page_tokens=plan.page_tokens,
+        interval_tokens=plan.window.interval_tokens,
+    )
+    return WindowPages(policy, PageAllocator(plan.window.pages))
 
 
 def _scheduler_parts(config: EngineConfig, parts: EngineParts) -> SchedulerParts:

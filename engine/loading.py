@@ -117,7 +117,14 @@ def _ignore(_: LoadProgress) -> None:
 
 def _kv_shape(spec: ModelSpec) -> KvShape:
     mixer = spec.layers[0].block.mixer
-    return KvShape(spec.num_layers, mixer.num_kv_heads, mixer.head_dim, mixer.head_dim)
+    return KvShape(
+        num_layers=spec.num_layers - spec.num_window_layers,
+        num_kv_heads=mixer.num_kv_heads,
+        key_dim=mixer.head_dim,
+        value_dim=mixer.head_dim,
+        num_window_layers=spec.num_window_layers,
+        window=spec.window or 0,
+    )
 
 
 def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
@@ -128,6 +135,7 @@ def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
         num_pages=plan.kv_pages,
         page_tokens=plan.page_tokens,
         kv_dtype=config.kv_dtype,
+        num_window_pages=plan.window.pages if plan.window else 0,
     )
 
 

@@ -310,6 +310,8 @@ class Scheduler:
     # The step itself.
 
     def _evaluate(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            self._table.cover(row.home, len(row.home.tokens) + plan.length(row))
         batch = plan.batch()
         works = batch.decodes if batch.chunk is None else (*batch.decodes, batch.chunk)
         self._ledger.stepped(len(self._rows))
@@ -326,6 +328,7 @@ class Scheduler:
             row.last_turn = self._num_turns
             self._num_turns += 1
             row.home.tokens += work.tokens
+            self._table.slide(row.home, after_chunk=row is plan.chunk)
             self._ledger.evaluated(row, now_s)
             if work.wants_logits:
                 self._sample(row, logits, now_s)

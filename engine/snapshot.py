@@ -23,7 +23,7 @@ def describe(
         slots=tuple(
             _slot_info(slot, rows.get(slot.slot_id), table.context_tokens) for slot in table.slots
         ),
-        pools=(_kv_info(table, pages, plan),),
+        pools=(_kv_info(table, pages, plan), *_swa_info(table, plan)),
         running=len(rows),
         queued=scheduler.num_waiting,
         queue_limit=queue_limit,
@@ -61,4 +61,25 @@ def _kv_info(table: SlotTable, pages: PageAllocator, plan: MemoryPlan) -> PoolIn
         ceiling=pages.size,
         unit_bytes=plan.page_bytes,
         unit_tokens=plan.page_tokens,
+    )
+
+
+def _swa_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
+    """The window pool, of models that have one."""
+    if plan.window is None:
+        return ()
+    used, pinned = table.window_pages(idle=False), table.window_pages(idle=True)
+    return (
+        PoolInfo(
+            kind=PoolKind.SWA,
+            size=plan.window.pages,
+            free=plan.window.pages - used - pinned,
+            used=used,
+            pinned=pinned,
+            cached=0,
+            floor=plan.window.floor,
+            ceiling=plan.window.pages,
+            unit_bytes=plan.window.page_bytes,
+            unit_tokens=plan.page_tokens,
+        ),
     )

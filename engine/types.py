@@ -370,7 +370,9 @@ class EngineConfig:
     `context_tokens` is the context of all slots together unless `unified`, when each slot may use
     all of it; `page_tokens` is not a flag (tests use 16 and 64). `chunk_tokens` bounds the prompt
     tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
-    prompt that a slot must hold to be chosen for it (0 turns that off).
+    prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
+    pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
+    floor.
     """
 
     context_tokens: int
@@ -380,6 +382,8 @@ class EngineConfig:
     chunk_tokens: int = 512
     kv_dtype: str = "f16"
     kv_pages: int | None = None
+    swa_pages: int | None = None
+    swa_evict_interval: int = 128
     slot_similarity: float = 0.1
     queue_requests: int = 256
     queue_bytes: int = 64 << 20

@@ -23,21 +23,46 @@ CONTEXT_STEP_TOKENS = 256
 MIN_KV_PAGES = 2
 
 ELEMENT_BYTES = {"f16": 2, "f32": 4}
+# Kept behind a sliding window, so that a prompt that drops a few last tokens is still reused.
+WINDOW_SLACK_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one token costs in the KV pool; `num_layers` counts only the layers that attend."""
+    """What one token costs in the pools.
+
+    `num_layers` counts the layers that attend to everything, `num_window_layers` those that see
+    the last `window` tokens (0 where there are none).
+    """
 
     num_layers: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    num_window_layers: int = 0
+    window: int = 0
 
     def token_bytes(self, kv_dtype: str) -> int:
-        """Returns the bytes that one token's keys and values take over all layers."""
-        elements = self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
-        return elements * ELEMENT_BYTES[kv_dtype]
+        """Returns the bytes of one token's keys and values over the layers of the kv pool."""
+        return self.num_layers * self._layer_bytes(kv_dtype)
+
+    def window_token_bytes(self, kv_dtype: str) -> int:
+        """Returns the same over the layers of the swa pool."""
+        return self.num_window_layers * self._layer_bytes(kv_dtype)
+
+    def _layer_bytes(self, kv_dtype: str) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * ELEMENT_BYTES[kv_dtype]
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """The swa pool, in usable pages of as many tokens as the kv pool's."""
+
+    window: int
+    interval_tokens: int
+    pages: int
+    floor: int
+    page_bytes: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +73,7 @@ class MemoryPlan:
     kv_pages: int
     page_tokens: int
     page_bytes: int
+    window: WindowPlan | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -93,6 +119,32 @@ def num_kv_pages(config: EngineConfig, training_tokens: int) -> int:
     return pages_for(tokens, config.page_tokens) + config.num_slots
 
 
+def swa_floor(config: EngineConfig, window: int, slot_tokens: int) -> int:
+    """Returns the fewest swa pages with which no running row can ever lack one.
+
+    Between two trims a sequence grows by the interval or one chunk; one page more is for a start
+    inside a page. A context smaller than that bounds it too.
+    """
+    grown = window + WINDOW_SLACK_TOKENS + max(config.swa_evict_interval, config.chunk_tokens)
+    per_row = pages_for(grown, config.page_tokens) + 1
+    return config.num_slots * min(per_row, pages_for(slot_tokens, config.page_tokens))
+
+
+def _plan_window(config: EngineConfig, shape: KvShape, slot_tokens: int) -> WindowPlan | None:
+    if not shape.num_window_layers:
+        return None
+    floor = swa_floor(config, shape.window, slot_tokens)
+    pages = floor if config.swa_pages is None else config.swa_pages
+    _at_least("swa_pages", pages, floor)
+    return WindowPlan(
+        window=shape.window,
+        interval_tokens=config.swa_evict_interval,
+        pages=pages,
+        floor=floor,
+        page_bytes=config.page_tokens * shape.window_token_bytes(config.kv_dtype),
+    )
+
+
 def plan_memory(config: EngineConfig, shape: KvShape, training_tokens: int) -> MemoryPlan:
     """Returns the sizes of an engine of this configuration for a model of this shape.
 
@@ -100,11 +152,13 @@ def plan_memory(config: EngineConfig, shape: KvShape, training_tokens: int) -> M
         InvalidField: a size is out of range; the message has the value and the limit.
     """
     _check(config, training_tokens)
+    slot_tokens = slot_context_tokens(config, training_tokens)
     return MemoryPlan(
-        slot_context_tokens=slot_context_tokens(config, training_tokens),
+        slot_context_tokens=slot_tokens,
         kv_pages=num_kv_pages(config, training_tokens),
         page_tokens=config.page_tokens,
         page_bytes=config.page_tokens * shape.token_bytes(config.kv_dtype),
+        window=_plan_window(config, shape, slot_tokens),
     )
 
 
@@ -117,6 +171,7 @@ def _check(config: EngineConfig, training_tokens: int) -> None:
     _at_least("num_slots", config.num_slots, 1)
     _at_least("page_tokens", config.page_tokens, 1)
     _at_least("chunk_tokens", config.chunk_tokens, 1)
+    _at_least("swa_evict_interval", config.swa_evict_interval, 1)
     _at_least("queue_requests", config.queue_requests, 1)
     _at_least("queue_bytes", config.queue_bytes, 1)
     _at_least("training_tokens", training_tokens, 1)

@@ -22,6 +22,10 @@ class StepPlan:
         """All rows; the chunk's is the last."""
         return self.decodes if self.chunk is None else (*self.decodes, self.chunk)
 
+    def length(self, row: Row) -> int:
+        """Returns how many tokens of one of its rows the step evaluates."""
+        return min(self.chunk_tokens, row.num_pending) if row is self.chunk else 1
+
     def batch(self) -> StepBatch:
         """Returns what the runner is to evaluate."""
         return StepBatch(

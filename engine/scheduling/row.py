@@ -89,4 +89,5 @@ class Row:
             start=start,
             pages=tuple(self.home.pages),
             wants_logits=end == self.num_tokens,
+            window_pages=tuple(self.home.window.page_ids),
         )

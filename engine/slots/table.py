@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from engine.errors import NoSuchSlot
 from engine.memory.pages import PageAllocator, PoolCorruption
 from engine.memory.planner import pages_for
+from engine.slots.window import WindowHeld, WindowPages
 from engine.types import Request, SlotState
 
 _COMPARE_TOKENS = 512
@@ -26,13 +27,14 @@ _COMPARE_TOKENS = 512
 class Slot:
     """One lane. `tokens` are evaluated and lie in `pages`, in order; position = index.
 
-    `last_used` orders releases (-1: never used). `tenant` owns the content. `request` is the one
+    `window` are its pages of sliding-window layers, empty where the model has none. `last_used` orders releases (-1: never used). `tenant` owns the content. `request` is the one
     served now or last, `task_id` its number (-1: none yet).
     """
 
     slot_id: int
     tokens: list[int] = field(default_factory=list[int])
     pages: list[int] = field(default_factory=list[int])
+    window: WindowHeld = field(default_factory=WindowHeld)
     state: SlotState = SlotState.IDLE
     tenant: str = ""
     request: Request | None = None
@@ -64,11 +66,16 @@ class SlotTable:
         page_tokens: int,
         pages: PageAllocator,
         similarity: float = 0.1,
+        windows: WindowPages | None = None,
     ) -> None:
-        """Makes empty slots; `similarity` 0 turns the choice by prefix off."""
+        """Makes empty slots; `similarity` 0 turns the choice by prefix off.
+
+        `windows` is the swa pool of a model with sliding-window layers.
+        """
         self.context_tokens = context_tokens
         self.page_tokens = page_tokens
         self._pages = pages
+        self._windows = windows
         self._similarity = similarity
         self._num_releases = 0
         self._slots = tuple(Slot(slot_id) for slot_id in range(num_slots))
@@ -118,7 +125,11 @@ class SlotTable:
         if slot.tenant != request.tenant:
             return Reuse(0, "the slot's content is another tenant's")
         shared = min(common_prefix(slot.tokens, prompt), len(prompt) - 1)
-        return Reuse(shared, "" if shared else "the slot shares no prefix with the prompt")
+        if not shared:
+            return Reuse(0, "the slot shares no prefix with the prompt")
+        if self._windows and not self._windows.can_continue(slot.window, shared):
+            return Reuse(0, f"the window before token {shared} is no longer held")
+        return Reuse(shared, "")
 
     def pages_to_grow(self, slot: Slot, num_tokens: int) -> int:
         """Returns how many more pages the slot needs to hold `num_tokens` in all."""
@@ -132,8 +143,24 @@ class SlotTable:
         """
         slot.pages += self._pages.allocate(self.pages_to_grow(slot, num_tokens))
 
+    def cover(self, slot: Slot, num_tokens: int) -> None:
+        """Gives a slot the window pages that evaluating up to `num_tokens` writes.
+
+        The pool is sized so that running rows never lack one.
+        """
+        if self._windows:
+            self._windows.cover(slot.window, num_tokens)
+
+    def slide(self, slot: Slot, *, after_chunk: bool) -> None:
+        """Gives back window pages behind the window, after a chunk or when a trim is due."""
+        num_tokens = len(slot.tokens)
+        if self._windows and (after_chunk or self._windows.is_due(slot.window, num_tokens)):
+            self._windows.trim(slot.window, num_tokens)
+
     def truncate(self, slot: Slot, num_tokens: int) -> int:
-        """Keeps the first `num_tokens` tokens and their pages; returns the pages freed."""
+        """Keeps the first `num_tokens` tokens and their pages; returns the kv pages freed."""
+        if self._windows:
+            self._windows.truncate(slot.window, num_tokens)
         del slot.tokens[num_tokens:]
         keep = pages_for(len(slot.tokens), self.page_tokens)
         dropped = slot.pages[keep:]
@@ -143,6 +170,7 @@ class SlotTable:
     def release(self, slot: Slot) -> None:
         """Ends a slot's work: it keeps its tokens, gives back unused pages and becomes idle."""
         self.truncate(slot, len(slot.tokens))
+        self.slide(slot, after_chunk=True)
         slot.state = SlotState.IDLE
         slot.last_used = self._num_releases
         self._num_releases += 1
@@ -150,6 +178,10 @@ class SlotTable:
     def idle_pages(self, *, besides: Slot | None = None) -> int:
         """Returns how many pages idle slots hold, `besides` left out."""
         return sum(len(s.pages) for s in self._slots if s.is_idle and s is not besides)
+
+    def window_pages(self, *, idle: bool) -> int:
+        """Returns how many swa pages idle (or else busy) slots hold."""
+        return sum(slot.window.num_pages for slot in self._slots if slot.is_idle == idle)
 
     def evict_one(self, *, besides: Slot | None = None) -> bool:
         """Empties the least recently used idle slot that holds pages; False if there is none."""
@@ -166,6 +198,8 @@ class SlotTable:
             PoolCorruption: a page leaked or is shared, or a slot's pages do not fit its tokens.
         """
         self._pages.check_integrity(slot.pages for slot in self._slots)
+        if self._windows:
+            self._windows.check_integrity((slot.window, len(slot.tokens)) for slot in self._slots)
         for slot in self._slots:
             needed = pages_for(len(slot.tokens), self.page_tokens)
             spare = len(slot.pages) - needed
