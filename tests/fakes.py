@@ -171,11 +171,9 @@ class FakeRunner:
             assert end <= len(work.pages) * self.page_tokens, "the pages do not cover the tokens"
 
     def _scribble(self, works: Sequence[SequenceWork]) -> None:
-        """A failed step may leave anything in the pages that it was to write."""
+        """A failed step may leave anything in the pages that it was given."""
         for work in works:
-            for position in range(work.start, work.start + len(work.tokens)):
-                page, offset = self._place(work, position)
-                self._memory[page, offset] = _UNWRITTEN
+            self._memory[list(work.pages)] = _UNWRITTEN
 
     def _write(self, work: SequenceWork) -> None:
         for position, token in enumerate(work.tokens, work.start):

@@ -75,8 +75,11 @@ class Room:
 
     def _grow(self, slot: Slot, num_tokens: int) -> None:
         while self._table.pages_to_grow(slot, num_tokens) > self._pages.num_free:
-            self._evict_one(besides=slot)
+            if not self._evict_one(besides=slot):
+                break
         self._table.grow(slot, num_tokens)
 
-    def _evict_one(self, *, besides: Slot) -> None:
-        self.num_evicted += self._table.evict_one(besides=besides)
+    def _evict_one(self, *, besides: Slot) -> bool:
+        evicted = self._table.evict_one(besides=besides)
+        self.num_evicted += evicted
+        return evicted

@@ -278,6 +278,8 @@ class Simulation:
         assert now.running + now.queued == living
         for slot in now.slots:
             assert slot.held_tokens <= slot.context_tokens
+            if slot.request is not None and slot.request.prompt:
+                self._slot_tenants[slot.slot_id] = slot.request.tenant
         counters = now.counters
         ended = counters.requests_finished + counters.requests_failed + counters.requests_cancelled
         assert counters.requests_started == ended + living
@@ -314,8 +316,6 @@ class Simulation:
         if started.cached_tokens:
             self.seen["reused"] += 1
             assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
-        if request.prompt:
-            self._slot_tenants[started.slot_id] = request.tenant
         if request.slot_id is None:
             for other in self.lives.values():
                 overtaken = (

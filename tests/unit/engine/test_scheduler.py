@@ -326,6 +326,19 @@ def test_a_lone_request_that_fills_the_pool_ends_with_its_context_full() -> None
     assert drive.tokens("a") == solo([A] * 5, 12)
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "pages"),
+    [(8, None, 3), (9, None, 4), (8, 1, 2), (8, 2, 3), (8, 0, 2), (61, None, 16)],
+)
+def test_admission_reserves_the_prompt_and_one_page_within_budget_and_context(
+    prompt_tokens: int, max_tokens: int | None, pages: int
+) -> None:
+    drive = Drive(context_tokens=64, chunk_tokens=4)
+    drive.engine.submit(ask("a", [A] * prompt_tokens, max_tokens))
+    drive.steps()
+    assert drive.engine.snapshot().slots[1].pages == pages
+
+
 def test_a_prompt_that_fills_the_pool_exactly_still_gets_its_token() -> None:
     drive = Drive(kv_pages=4)
     drive.engine.submit(ask("a", [A] * 16, None))
@@ -411,7 +424,7 @@ def test_a_deadline_in_the_past_never_runs() -> None:
 def test_a_failing_step_ends_its_rows_and_the_engine_lives() -> None:
     drive = Drive(num_slots=3, max_decodes=1)
     for name in ("a", "b"):
-        drive.engine.submit(ask(name, [A, ord(name)], 20))
+        drive.engine.submit(ask(name, [ord(name), A, A], 20))
     drive.steps(2)
     cause = MemoryError("out of memory")
     drive.runner.fail_with = cause
@@ -421,14 +434,15 @@ def test_a_failing_step_ends_its_rows_and_the_engine_lives() -> None:
     error = drive.error(failed[0])
     assert isinstance(error, EngineFault)
     assert error.__cause__ is cause
+    assert drive.engine.snapshot().slots[2 if failed == ["a"] else 1].held_tokens == 0
     drive.rest()
     (survivor,) = {"a", "b"} - set(failed)
-    assert drive.tokens(survivor) == solo([A, ord(survivor)], 20)
-    drive.engine.submit(ask("after", [A, ord(failed[0])]))
+    assert drive.tokens(survivor) == solo([ord(survivor), A, A], 20)
+    drive.engine.submit(ask("after", [ord(failed[0]), A, A]))
     drive.rest()
-    assert drive.tokens("after") == solo([A, ord(failed[0])], 5)
+    assert drive.tokens("after") == solo([ord(failed[0]), A, A], 5)
     # What the failed step wrote is unknown, so nothing of it is reused.
-    assert drive.started("after").cached_tokens <= 1
+    assert drive.started("after").cached_tokens == 0
 
 
 def test_non_finite_logits_end_that_row_alone_and_are_not_kept() -> None:
