@@ -5,7 +5,7 @@ The one place that makes events, so that events and counters cannot disagree.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 
 from engine.generation import Ending
 from engine.scheduling.row import Arrival, Row
@@ -29,8 +29,14 @@ class Ledger:
     """The events since they were last taken, and all totals."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        # Summed in place: frozen counters would be copied several times per token.
+        self._totals = asdict(Counters())
         self._events: list[tuple[str, Event]] = []
+
+    @property
+    def counters(self) -> Counters:
+        """All totals since the start."""
+        return Counters(**self._totals)
 
     def take_events(self) -> list[tuple[str, Event]]:
         """Returns the new events, oldest first."""
@@ -67,9 +73,7 @@ class Ledger:
     def evaluated(self, row: Row, now_s: float) -> None:
         """Counts what a step added to a row's slot; a second prefill adds and shows nothing."""
         held = len(row.home.tokens)
-        self.counters = replace(
-            self.counters, max_held_tokens=max(self.counters.max_held_tokens, held)
-        )
+        self._totals["max_held_tokens"] = max(self._totals["max_held_tokens"], held)
         new = min(held, len(row.request.prompt)) - row.prompt_done
         if new <= 0:
             return
@@ -159,8 +163,8 @@ class Ledger:
         self._events.append((request_id, event))
 
     def _count(self, **more: float) -> None:
-        totals = {name: getattr(self.counters, name) + amount for name, amount in more.items()}
-        self.counters = replace(self.counters, **totals)
+        for name, amount in more.items():
+            self._totals[name] += amount
 
 
 def _prefill_s(row: Row) -> float:
