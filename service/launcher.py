@@ -21,8 +21,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from service.command_line import ServerOptions, server_command_line
+from service.exit import leave
 from service.exposure import exposure_warning
 from service.logs import configure
 from service.options import ServiceOptions
@@ -41,12 +43,12 @@ _MAX_SOCKET_BYTES = 100
 Serve = Callable[[ServiceOptions, asyncio.Event], Awaitable[int]]
 
 
-def main() -> int:
-    """Runs kvarts-server; returns the exit status."""
+def main() -> NoReturn:
+    """Runs kvarts-server, then ends the process."""
     options = server_command_line(sys.argv[1:], os.environ)
     service = options.service
     configure(service.log_format, service.log_level, service.log_file)
-    return launch(options, _serve)
+    leave(launch(options, _serve))
 
 
 def launch(options: ServerOptions, serve: Serve, gateway: Sequence[str] = _GATEWAY) -> int:
@@ -72,7 +74,7 @@ def launch(options: ServerOptions, serve: Serve, gateway: Sequence[str] = _GATEW
         )
         try:
             _send(child, options.gateway_line(f"unix:{socket}"))
-            server = _Server(child, options.service.shutdown_timeout_s)
+            server = _Server(child, folder, options.service.shutdown_timeout_s)
             return server.run(replace(options.service, private_socket=str(socket)), serve)
         finally:
             _end(child, options.service.shutdown_timeout_s)
@@ -83,8 +85,11 @@ def launch(options: ServerOptions, serve: Serve, gateway: Sequence[str] = _GATEW
 class _Server:
     """One run: what a signal and the child's end do to it."""
 
-    def __init__(self, child: subprocess.Popen[bytes], shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], folder: Path, shutdown_timeout_s: float
+    ) -> None:
         self._child = child
+        self._folder = folder
         self._limit_s = shutdown_timeout_s + _STOP_MARGIN_S
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -142,7 +147,8 @@ class _Server:
     def _force(self, status: int) -> None:
         """Ends everything now; a thread that is deep in a compilation cannot be asked to."""
         self._child.kill()
-        os._exit(status)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        leave(status)
 
 
 class _Stopped(BaseException):
@@ -199,4 +205,4 @@ async def _serve(options: ServiceOptions, stop: asyncio.Event) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

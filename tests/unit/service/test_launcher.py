@@ -30,8 +30,9 @@ _GOOD_CHILD = """
 _STUBBORN_CHILD = """
     import os, signal, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.stdin.readline()
-    print("child", os.getpid(), "unix:", flush=True)
+    import json
+    options = json.loads(sys.stdin.readline())
+    print("child", os.getpid(), options["service"], flush=True)
     time.sleep(600)
 """
 
@@ -47,6 +48,10 @@ class Run:
     process: subprocess.Popen[str]
     child_pid: int
     address: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.address.removeprefix("unix:")).parent
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -128,11 +133,10 @@ def _is_running(pid: int) -> bool:
 
 def test_both_talk_over_a_private_socket() -> None:
     with _running(_GOOD_CHILD, _WAITING) as run:
-        socket = Path(run.address.removeprefix("unix:"))
-        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert run.folder.stat().st_mode & 0o777 == 0o700
         run.signal(signal.SIGTERM)
         assert run.status() == 0
-        assert not socket.parent.exists()
+        assert not run.folder.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -158,6 +162,7 @@ def test_a_second_signal_ends_both_at_once() -> None:
         assert run.process.stdout.readline() == "stopping\n"
         run.signal(signal.SIGTERM)
         assert run.status() == 128 + signal.SIGTERM
+        assert not run.folder.exists()
         _wait_until_gone(run.child_pid)
 
 
