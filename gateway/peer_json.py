@@ -90,7 +90,7 @@ def to_float32(value: int | float) -> float:
     A value beyond the range becomes the largest of its sign.
     """
     if abs(value) > FLOAT32_MAX:
-        return math.copysign(FLOAT32_MAX, value)
+        return -FLOAT32_MAX if value < 0 else FLOAT32_MAX
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 

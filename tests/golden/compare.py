@@ -74,13 +74,17 @@ def format_path(path: Path) -> str:
     return text
 
 
-def repeated_ids(value: Any) -> dict[str, list[str]]:
-    """Where each `id` that is text occurs, by value, so that repeats can be compared."""
-    places: dict[str, list[str]] = {}
-    for path, found in _walk(value, ("$",)):
-        if path[-1] == "id" and isinstance(found, str):
-            places.setdefault(found, []).append(format_path(path))
-    return places
+def num_ids(value: Any) -> dict[str, int]:
+    """How many different texts each `id` has, by its path with every index as `[*]`.
+
+    An answer that repeats one id throughout must not turn into one with several.
+    """
+    found: dict[str, set[str]] = {}
+    for path, item in _walk(value, ("$",)):
+        if path[-1] == "id" and isinstance(item, str):
+            place = format_path(tuple("[*]" if isinstance(part, int) else part for part in path))
+            found.setdefault(place, set()).add(item)
+    return {place: len(ids) for place, ids in found.items()}
 
 
 def _differences(expected: Any, actual: Any, rules: Rules, path: Path) -> Iterator[str]:

@@ -1,0 +1,87 @@
+"""A gateway on a free port in front of a fake service, both in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+
+import httpx
+import pytest
+import uvicorn
+
+from gateway.app import make_app
+from gateway.options import GatewayOptions
+from gateway.service import connect
+from tests.unit.gateway.fake_service import FakeService
+
+Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    address: str, *, waits: bool = True, **options: object
+) -> AsyncGenerator[httpx.AsyncClient]:
+    told = GatewayOptions(service=address, **options)  # pyright: ignore[reportArgumentType] # tests name options freely
+    service = connect(told)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        make_app(told, service),
+        http="httptools",
+        loop="asyncio",
+        ws="none",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve([listener]))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            if waits:
+                await until_ready(client, told.api_prefix)
+            yield client
+    finally:
+        server.should_exit = True
+        await running
+        await service.channel.close()
+
+
+async def until_ready(client: httpx.AsyncClient, prefix: str = "", status: int = 200) -> None:
+    """Waits until health answers with the status."""
+    headers = {"authorization": "Bearer key"}
+    # There is nothing to wait on but the answer itself.
+    while (await client.get(f"{prefix}/health", headers=headers)).status_code != status:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[FakeService]:
+    fake = FakeService()  # pyright: ignore[reportAbstractUsage] # what is missing is UNIMPLEMENTED
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+async def serve(service: FakeService) -> Serve:
+    address = await service.start()
+
+    def serving(**options: object) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+        return _serving(address, **options)  # pyright: ignore[reportArgumentType] # forwarded as given
+
+    return serving
+
+
+@pytest.fixture
+async def client(serve: Serve) -> AsyncIterator[httpx.AsyncClient]:
+    async with serve() as connected:
+        yield connected

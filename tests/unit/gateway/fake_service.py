@@ -1,0 +1,331 @@
+"""A service without a model: a byte tokenizer and scripted generations behind a real grpc.aio server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health as health_service
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from kvarts.v1 import (
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    lora_pb2,
+    lora_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    slot_pb2,
+    slot_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+WATCHED = "kvarts.v1.GenerationService"
+BOS, EOS, FIRST_BYTE = 1, 2, 3
+VOCAB_SIZE = 259
+CONTEXT_TOKENS = 256
+
+Response = generation_pb2.GenerateResponse
+Request = generation_pb2.GenerateRequest
+Script = Callable[["Call"], AsyncIterator[Response]]
+
+
+@dataclass
+class Call:
+    """One Generate call: what was asked, with which key, and whether it was cancelled."""
+
+    request: Request
+    key: str
+    was_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def encode(text: str) -> list[int]:
+    """One token per byte."""
+    return [byte + FIRST_BYTE for byte in text.encode()]
+
+
+def decode(tokens: Sequence[int]) -> bytes:
+    """The bytes of tokens; special tokens show their text."""
+    special = {0: b"<unk>", BOS: b"<s>", EOS: b"</s>"}
+    return b"".join(special.get(token) or bytes([token - FIRST_BYTE]) for token in tokens)
+
+
+def started(call: Call, cached: int = 0) -> Response:
+    """The first event."""
+    num_tokens = len(call.request.tokens.ids)
+    return Response(
+        started=generation_pb2.Started(slot_id=1, prompt_tokens=num_tokens, cached_tokens=cached)
+    )
+
+
+def chunk(text: str, token: int, count: int, **fields: Any) -> Response:
+    """One token."""
+    return Response(
+        chunk=generation_pb2.Chunk(text=text, token_id=token, completion_tokens=count, **fields)
+    )
+
+
+def finished(call: Call, count: int, **fields: Any) -> Response:
+    """The last event."""
+    num_tokens = len(call.request.tokens.ids)
+    told: dict[str, Any] = {
+        "finish_reason": generation_pb2.FINISH_REASON_LENGTH,
+        "completion_tokens": count,
+        "prompt_tokens": num_tokens,
+        "held_tokens": num_tokens + count - 1,
+    }
+    return Response(finished=generation_pb2.Finished(**(told | fields)))
+
+
+async def echo_letters(call: Call) -> AsyncIterator[Response]:
+    """Answers with the letters a, b, c ... up to max_tokens (3 where it is not set)."""
+    yield started(call)
+    count = call.request.max_tokens if call.request.HasField("max_tokens") else 3
+    for index in range(max(1, count)):
+        letter = chr(ord("a") + index)
+        yield chunk(letter, encode(letter)[0], index + 1)
+    yield finished(call, max(1, count))
+
+
+def text_script(*pieces: str, **end: Any) -> Script:
+    """Answers with the given pieces, whatever was asked."""
+
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        for index, piece in enumerate(pieces):
+            yield chunk(piece, index + FIRST_BYTE, index + 1)
+        yield finished(call, len(pieces), **end)
+
+    return script
+
+
+def failing(
+    code: grpc.StatusCode, reason: str, message: str, *, retry_s: int = 0, **metadata: str
+) -> Exception:
+    """What a servicer raises to end a call with a status of ours."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    info = error_details_pb2.ErrorInfo(reason=reason, domain="kvarts.v1", metadata=metadata)
+    details: list[Any] = [info]
+    if retry_s:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.seconds = retry_s
+        details.append(retry)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return Refusal(status)
+
+
+class Refusal(Exception):
+    """Carries the status to the servicer's edge."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+def _key(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for name, value in metadata if name == "authorization"), "")
+
+
+class FakeService(
+    generation_pb2_grpc.GenerationServiceServicer,
+    tokenization_pb2_grpc.TokenizationServiceServicer,
+    model_pb2_grpc.ModelServiceServicer,
+    slot_pb2_grpc.SlotServiceServicer,
+    lora_pb2_grpc.LoraServiceServicer,
+):
+    """All services in one object; tests change its attributes."""
+
+    def __init__(self) -> None:
+        self.script: Script = echo_letters
+        self.calls: list[Call] = []
+        self.slots: list[slot_pb2.Slot] = [
+            slot_pb2.Slot(id=index, state=slot_pb2.SLOT_STATE_IDLE, context_tokens=CONTEXT_TOKENS)
+            for index in range(2)
+        ]
+        self.erased: list[int] = []
+        self.model = _model()
+        self.info = _info()
+        self.adapters: list[lora_pb2.Adapter] = []
+        self._server = grpc.aio.server()
+        # The health package has no types.
+        self._health = cast(Any, health_service).aio.HealthServicer()
+
+    async def start(self) -> str:
+        """Serves on a free port; returns the address."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)
+        tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(self, self._server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(self, self._server)
+        slot_pb2_grpc.add_SlotServiceServicer_to_server(self, self._server)
+        lora_pb2_grpc.add_LoraServiceServicer_to_server(self, self._server)
+        cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self.set_serving(True)
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        """Stops at once."""
+        await self._server.stop(None)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Changes what health tells."""
+        statuses = cast(Any, health_pb2).HealthCheckResponse
+        status = statuses.SERVING if is_serving else statuses.NOT_SERVING
+        await self._health.set(WATCHED, status)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Response]:
+        call = Call(request, _key(context))
+        self.calls.append(call)
+        is_done = False
+        try:
+            async for response in self.script(call):
+                yield response
+            is_done = True
+        except Refusal as refusal:
+            is_done = True
+            await context.abort_with_status(rpc_status.to_status(refusal.status))
+        finally:
+            if not is_done:
+                call.was_cancelled.set()
+
+    async def Tokenize(self, request: Any, context: Any) -> tokenization_pb2.TokenizeResponse:
+        del context
+        tokens: list[int] = []
+        parts = request.mixed.parts if request.HasField("mixed") else None
+        if parts is None:
+            tokens = encode(request.text)
+            has_leading_text = True
+        else:
+            for part in parts:
+                is_text = part.HasField("text")
+                tokens += encode(part.text) if is_text else list(part.tokens.ids)
+            has_leading_text = bool(parts) and parts[0].HasField("text")
+        if request.add_special and has_leading_text:
+            tokens.insert(0, BOS)
+        return tokenization_pb2.TokenizeResponse(
+            tokens=[tokenization_pb2.Token(id=t, piece=decode([t])) for t in tokens]
+        )
+
+    async def Detokenize(self, request: Any, context: Any) -> tokenization_pb2.DetokenizeResponse:
+        del context
+        raw = decode(request.token_ids)
+        return tokenization_pb2.DetokenizeResponse(text=raw.decode(errors="replace"), raw=raw)
+
+    async def ApplyChatTemplate(
+        self, request: Any, context: Any
+    ) -> tokenization_pb2.ApplyChatTemplateResponse:
+        del context
+        prompt = render(request.chat)
+        return tokenization_pb2.ApplyChatTemplateResponse(
+            prompt=prompt, prompt_tokens=len(encode(prompt)) + 1
+        )
+
+    async def GetModel(self, request: Any, context: Any) -> model_pb2.GetModelResponse:
+        del request, context
+        return model_pb2.GetModelResponse(model=self.model)
+
+    async def GetServerInfo(self, request: Any, context: Any) -> model_pb2.GetServerInfoResponse:
+        del request, context
+        return model_pb2.GetServerInfoResponse(info=self.info)
+
+    async def ListSlots(self, request: Any, context: Any) -> slot_pb2.ListSlotsResponse:
+        del request, context
+        return slot_pb2.ListSlotsResponse(slots=self.slots)
+
+    async def EraseSlot(self, request: Any, context: Any) -> slot_pb2.EraseSlotResponse:
+        del context
+        self.erased.append(request.slot_id)
+        return slot_pb2.EraseSlotResponse(slot_id=request.slot_id, erased_tokens=17)
+
+    async def ListAdapters(self, request: Any, context: Any) -> lora_pb2.ListAdaptersResponse:
+        del request, context
+        return lora_pb2.ListAdaptersResponse(adapters=self.adapters)
+
+
+def render(chat: common_pb2.ChatPrompt) -> str:
+    """ChatML, a continued last message left open."""
+    continued = chat.final_message == common_pb2.FINAL_MESSAGE_CONTINUED
+    text = ""
+    for index, message in enumerate(chat.messages):
+        content = message.content or "\n".join(part.text for part in message.parts.parts)
+        is_open = continued and index == len(chat.messages) - 1
+        text += f"<{message.role}>{content}" + ("" if is_open else "</>")
+    return text + ("<assistant>" if chat.add_generation_prompt else "")
+
+
+def _model() -> model_pb2.Model:
+    return model_pb2.Model(
+        id="tiny.gguf",
+        path="tiny.gguf",
+        ftype="all F32",
+        vocab_type=model_pb2.VOCAB_TYPE_SPM,
+        vocab_size=VOCAB_SIZE,
+        context_train_tokens=2048,
+        embedding_size=64,
+        num_params=292800,
+        size_bytes=1171200,
+        special_tokens=model_pb2.SpecialTokens(
+            bos=model_pb2.SpecialToken(id=BOS, text="<s>"),
+            eos=model_pb2.SpecialToken(id=EOS, text="</s>"),
+            eog_ids=[EOS],
+        ),
+        add_bos=True,
+        chat_template=model_pb2.ChatTemplate(source="{{ messages }}"),
+    )
+
+
+def _info() -> model_pb2.ServerInfo:
+    breakers = common_pb2.StringList(values=["\n", ":", '"', "*"])
+    chain = generation_pb2.SamplerChain(
+        samplers=[value for value in generation_pb2.Sampler.values() if 1 <= value <= 9]
+    )
+    sampling = generation_pb2.SamplingParams(
+        temperature=0.8,
+        dynatemp_range=0,
+        dynatemp_exponent=1,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.05,
+        typical_p=1,
+        top_n_sigma=-1,
+        xtc_probability=0,
+        xtc_threshold=0.1,
+        repeat_last_n=64,
+        repeat_penalty=1,
+        frequency_penalty=0,
+        presence_penalty=0,
+        dry_multiplier=0,
+        dry_base=1.75,
+        dry_allowed_length=2,
+        dry_penalty_last_n=64,
+        dry_sequence_breakers=breakers,
+        mirostat=generation_pb2.MIROSTAT_OFF,
+        mirostat_tau=5,
+        mirostat_eta=0.1,
+        adaptive_target=-1,
+        adaptive_decay=0.9,
+        min_keep=0,
+        samplers=chain,
+    )
+    return model_pb2.ServerInfo(
+        version="0.1.0",
+        build_info="b1-0000000",
+        num_slots=2,
+        slot_context_tokens=CONTEXT_TOKENS,
+        queue_limit=256,
+        defaults=generation_pb2.GenerationSettings(sampling=sampling, cache_prompt=True),
+        features=model_pb2.Features(generation=True, slot_files=True),
+        device="cpu",
+    )

@@ -1,0 +1,229 @@
+"""Clients that leave, stop reading or send too much; a service that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import pytest
+
+from gateway import connection
+from tests.unit.gateway.conftest import Serve, until_ready
+from tests.unit.gateway.fake_service import (
+    Call,
+    FakeService,
+    Response,
+    chunk,
+    failing,
+    finished,
+    started,
+)
+
+
+class Gate:
+    """A script that says when it runs and goes on when told."""
+
+    def __init__(self, *, starts: bool) -> None:
+        self.reached = asyncio.Event()
+        self.open = asyncio.Event()
+        self._starts = starts
+
+    async def __call__(self, call: Call) -> AsyncIterator[Response]:
+        if self._starts:
+            yield started(call)
+        self.reached.set()
+        await self.open.wait()
+        if not self._starts:
+            yield started(call)
+        yield chunk("a", 5, 1)
+        yield finished(call, 1)
+
+
+async def dial(client: httpx.AsyncClient, body: bytes) -> asyncio.StreamWriter:
+    """Sends a completion by hand, so that the connection can be dropped at will."""
+    url = urlsplit(str(client.base_url))
+    _, writer = await asyncio.open_connection(url.hostname, url.port)
+    head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return writer
+
+
+@pytest.mark.parametrize("starts", [False, True], ids=["queued", "running"])
+@pytest.mark.parametrize("stream", [b"false", b"true"], ids=["whole", "stream"])
+async def test_a_client_that_leaves_cancels_its_call(
+    client: httpx.AsyncClient, service: FakeService, *, starts: bool, stream: bytes
+):
+    gate = Gate(starts=starts)
+    service.script = gate
+    writer = await dial(client, b'{"prompt":"Hi","stream":' + stream + b"}")
+    await gate.reached.wait()
+    writer.close()
+    await service.calls[0].was_cancelled.wait()
+
+
+async def test_every_call_of_a_batch_is_cancelled_when_one_fails(
+    client: httpx.AsyncClient, service: FakeService
+):
+    waiting = Gate(starts=True)
+
+    async def script(call: Call) -> AsyncIterator[Response]:
+        if len(call.request.tokens.ids) == 2:
+            async for response in waiting(call):
+                yield response
+        await waiting.reached.wait()
+        raise failing(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", retry_s=3)
+
+    service.script = script
+    response = await client.post("/completion", json={"prompt": ["A", "BB"]})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "3")
+    assert response.headers["x-kvarts-reason"] == "QUEUE_FULL"
+    assert response.json()["error"]["type"] == "unavailable_error"
+    short = next(call for call in service.calls if len(call.request.tokens.ids) == 2)
+    await short.was_cancelled.wait()
+
+
+async def test_no_more_calls_than_slots_are_open_for_one_body(
+    client: httpx.AsyncClient, service: FakeService
+):
+    gate = Gate(starts=True)
+    service.script = gate
+    asking = asyncio.create_task(client.post("/completion", json={"prompt": ["A"] * 5}))
+    await gate.reached.wait()
+    most = len(service.calls)
+    gate.open.set()
+    assert len((await asking).json()) == 5
+    assert most <= service.info.num_slots < len(service.calls)
+
+
+async def test_the_status_of_a_stream_goes_out_when_the_slot_starts(
+    client: httpx.AsyncClient, service: FakeService
+):
+    gate = Gate(starts=True)
+    service.script = gate
+    body = {"prompt": "Hi", "stream": True}
+    async with client.stream("POST", "/completion", json=body) as response:
+        # The token has not been sampled yet: the gate is shut.
+        assert response.status_code == 200
+        gate.open.set()
+        assert "data: " in (await response.aread()).decode()
+
+
+async def test_silence_is_filled_with_comments(client: httpx.AsyncClient, service: FakeService):
+    gate = Gate(starts=True)
+    service.script = gate
+    body = {"prompt": "Hi", "stream": True, "sse_ping_interval": 1}
+    async with client.stream("POST", "/completion", json=body) as response:
+        text = ""
+        async for part in response.aiter_text():
+            text += part
+            if text == ":\n\n":
+                gate.open.set()
+    assert text.startswith(":\n\ndata: ")
+    assert '"stop":true' in text
+
+
+async def test_a_client_that_stops_reading_does_not_slow_others(
+    client: httpx.AsyncClient, service: FakeService
+):
+    async def endless(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        limit = 100_000 if call.request.stop else 1
+        for index in range(limit):
+            yield chunk("x" * 1000, 5, index + 1)
+        yield finished(call, limit)
+
+    service.script = endless
+    writer = await dial(client, b'{"prompt":"Hi","stream":true,"stop":["z"]}')
+    answers = [await client.post("/completion", json={"prompt": "Hi"}) for _ in range(20)]
+    assert all(answer.json()["tokens_predicted"] == 1 for answer in answers)
+    writer.close()
+    await service.calls[0].was_cancelled.wait()
+
+
+async def test_a_client_that_reads_nothing_is_given_up(serve: Serve, service: FakeService):
+    async def endless(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        for index in range(1_000_000):
+            yield chunk("x" * 10_000, 5, index + 1)
+
+    service.script = endless
+    async with serve(timeout_s=1) as client:
+        writer = await dial(client, b'{"prompt":"Hi","stream":true}')
+        while not service.calls:
+            await client.get("/health")
+        await service.calls[0].was_cancelled.wait()
+        writer.close()
+
+
+async def test_a_body_that_never_arrives_is_given_up(serve: Serve):
+    async with serve(timeout_s=1) as client:
+        url = urlsplit(str(client.base_url))
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["/completion", "/tokenize", "/v1/chat/completions"])
+async def test_bodies_are_bounded_as_they_arrive(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.setattr(connection, "MAX_BODY_BYTES", 1000)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    response = await client.post(path, content=parts())
+    assert response.status_code == 413
+    assert "1000 bytes" in response.json()["error"]["message"]
+
+
+async def test_not_ready_until_the_service_is_and_again_when_it_is_gone(
+    serve: Serve, service: FakeService
+):
+    await service.set_serving(False)
+    async with serve(waits=False) as client:
+        for path in ("/health", "/props", "/no/such"):
+            response = await client.get(path)
+            assert response.status_code == 503
+            assert response.json() == {
+                "error": {"message": "Loading model", "type": "unavailable_error", "code": 503}
+            }
+        assert (await client.get("/")).status_code == 200
+        await service.set_serving(True)
+        await until_ready(client)
+        await service.set_serving(False)
+        await until_ready(client, status=503)
+        await service.set_serving(True)
+        await until_ready(client)
+        await service.stop()
+        await until_ready(client, status=503)
+
+
+async def test_a_call_that_the_service_cancels_is_an_error_not_a_hang(
+    client: httpx.AsyncClient, service: FakeService
+):
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        raise failing(grpc.StatusCode.CANCELLED, "", "cancelled")
+
+    service.script = script
+    response = await client.post("/completion", json={"prompt": "Hi"})
+    assert response.status_code == 500
+
+
+async def test_a_stream_without_an_end_is_an_error_not_a_hang(
+    client: httpx.AsyncClient, service: FakeService
+):
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+
+    service.script = script
+    response = await client.post("/completion", json={"prompt": "Hi"})
+    assert response.status_code == 500
+    assert "too early" in response.json()["error"]["message"]
