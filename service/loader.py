@@ -51,6 +51,8 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
         InvalidField: A size of the layout is out of range.
         TemplateError: The chat template is none.
     """
+    if options.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
     path = resolve_model(options.model, say=_LOG.info, progress=ProgressLine(sys.stderr))
     _LOG.info("loading %s", path)
     loaded = load_engine(
