@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -83,10 +85,13 @@ def _running(
         sys.exit(launch(options, serve, [sys.executable, "-c", {child!r}]))
         """
     ).format(serve=serve, flags=list(flags), child=textwrap.dedent(child))
+    # Short, since a socket's path is; and gone afterwards, though a killed launcher leaves its folder.
+    temporary = tempfile.mkdtemp(prefix="kl-")
+    environ = {"PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'proto'}", "TMPDIR": temporary}
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'proto'}"},
+        env=os.environ | environ,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -106,6 +111,7 @@ def _running(
         if child_pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child_pid, signal.SIGKILL)
+        shutil.rmtree(temporary)
 
 
 def _wait_until_gone(pid: int) -> None:
