@@ -9,6 +9,7 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -106,6 +107,17 @@ class _DeviceRow:
         return full
 
 
+class _CompileCounter:
+    """Counts the process's compiles. It knows no runner, or jax's list would keep models alive."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            self.total += 1
+
+
 class JaxRunner:
     """Runs steps of one model. Owned by the engine thread once `warm_up` has returned."""
 
@@ -131,12 +143,11 @@ class JaxRunner:
         )
         self._pool = _new_pool(spec, config)
         self._programs: dict[_Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
-        self._compiles = 0
-        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
-
-    def _count_compile(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _COMPILE_EVENT:
-            self._compiles += 1
+        self._compiles = _CompileCounter()
+        jax.monitoring.register_event_duration_secs_listener(self._compiles)
+        self._stop_counting = weakref.finalize(
+            self, jax.monitoring.unregister_event_duration_listener, self._compiles
+        )
 
     @property
     def max_decodes(self) -> int:
@@ -151,11 +162,11 @@ class JaxRunner:
     @property
     def compiles(self) -> int:
         """Programs compiled in this process since this runner was made."""
-        return self._compiles
+        return self._compiles.total
 
     def close(self) -> None:
-        """Stops counting compiles; the arrays go with the object."""
-        jax.monitoring.unregister_event_duration_listener(self._count_compile)
+        """Stops counting compiles, as the end of the object does; the arrays go with it."""
+        self._stop_counting()
 
     def buckets(self) -> list[tuple[int, int]]:
         """Every compiled shape as (decode rows, chunk tokens)."""
@@ -195,7 +206,11 @@ class JaxRunner:
         return jitted.lower(self._weights, self._places, self._pool, packed).compile()
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
-        """Evaluates a step; see `engine.step.Runner.run`."""
+        """Evaluates a step; see `engine.step.Runner.run`.
+
+        Raises:
+            ValueError: A size, a token, a position or a page is out of range; nothing was run.
+        """
         bucket = self._bucket_for(batch)
         outputs = self._call(bucket, self._pack(bucket, batch))
         rows: list[RowLogits | None] = [
@@ -208,6 +223,10 @@ class JaxRunner:
         return rows
 
     def _bucket_for(self, batch: StepBatch) -> _Bucket:
+        if any(len(work.tokens) != 1 for work in batch.decodes):
+            raise ValueError("a decode row evaluates one token")
+        if batch.chunk and len(batch.chunk.tokens) == 0:
+            raise ValueError("a chunk evaluates at least one token")
         chunk = len(batch.chunk.tokens) if batch.chunk else 0
         for bucket in self._buckets():
             fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
@@ -242,7 +261,7 @@ class JaxRunner:
         for first, work in works:
             span = slice(first, first + len(work.tokens))
             at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
-            tokens[span] = work.tokens
+            tokens[span] = self._checked_tokens(work)
             positions[span] = at
             offsets[span] = at % page_tokens
             for kind, table in enumerate(self._checked_tables(work)):
@@ -252,12 +271,23 @@ class JaxRunner:
         parts = (tokens, positions, offsets, pages.ravel(), tables.ravel(), outputs, wants)
         return np.concatenate(parts)
 
+    def _checked_tokens(self, work: SequenceWork) -> IntArray:
+        """Token ids; a bad one would read weights that are not the embedding's."""
+        tokens = np.asarray(work.tokens, np.int32)
+        if tokens.min() < 0 or tokens.max() >= self._spec.vocab_size:
+            raise ValueError(
+                f"token ids {tokens.min()}..{tokens.max()} of {self._spec.vocab_size} tokens"
+            )
+        return tokens
+
     def _checked_tables(self, work: SequenceWork) -> list[IntArray]:
         """A sequence's page ids by kind; XLA clips a bad index silently, so they are checked."""
         tables = [np.asarray(work.pages, np.int32)]
         if self._num_kinds > 1:
             tables.append(np.asarray(work.window_pages, np.int32))
         end = work.start + len(work.tokens)
+        if work.start < 0:
+            raise ValueError(f"a first position of {work.start}")
         limits = (self._config.num_pages, self._config.num_window_pages)
         for kind, (table, limit) in enumerate(zip(tables, limits, strict=False)):
             if len(table) > self._table_pages or len(table) * self._config.page_tokens < end:
