@@ -69,28 +69,23 @@ class BpeEncoder:
 
 def _parse_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
     """Splits each merge at its first space past the first character; a repeat keeps its rank."""
-    pairs: dict[tuple[str, str], None] = {}
-    for merge in merges:
-        space = merge.find(" ", 1)
-        if space > 0:
-            pairs.setdefault((merge[:space], merge[space + 1 :]))
-    return list(pairs)
+    spaces = (merge.find(" ", 1) for merge in merges)
+    pairs = (
+        (merge[:space], merge[space + 1 :])
+        for merge, space in zip(merges, spaces, strict=True)
+        if space > 0
+    )
+    return list(dict.fromkeys(pairs))
 
 
 def _phantom_texts(
     ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], *, byte_level: bool
 ) -> list[str]:
     """Texts that must be in the package's vocabulary and are not tokens."""
-    texts: dict[str, None] = {}
-    for left, right in pairs:
-        for text in (left, right, left + right):
-            if text not in ids:
-                texts.setdefault(text)
-    alphabet = byte_characters() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-    for text in alphabet:
-        if text not in ids:
-            texts.setdefault(text)
-    return list(texts)
+    texts = set(chain.from_iterable(pairs))
+    texts.update([left + right for left, right in pairs])
+    texts.update(byte_characters() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)])
+    return sorted(texts - ids.keys())
 
 
 def _spell(text: str, ids: Mapping[str, int], *, byte_level: bool) -> tuple[int, ...]:
