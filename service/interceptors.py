@@ -119,7 +119,8 @@ class Auth(grpc.aio.ServerInterceptor):
         """Replaces the handler of a refused call by one that answers the refusal."""
         method = handler_call_details.method
         handler = await continuation(handler_call_details)
-        if method.split("/")[1] in OPEN_SERVICES:
+        is_unknown = cast("object", handler) is None
+        if is_unknown or method.split("/")[1] in OPEN_SERVICES:
             return handler
         grant = self._keys.judge(_bearer(_headers(handler_call_details)))
         telemetry.current().tenant = grant.tenant
