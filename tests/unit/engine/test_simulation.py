@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+import pytest
+
 from engine.failpoints import Site
 from engine.types import FinishReason
 from tests.unit.engine.simulation import Simulation
@@ -48,6 +50,9 @@ EVERY_BRANCH = {
     "preempted",
     "evicted",
 }
+
+# A nightly run is one long test: what hangs is a seed, not the whole.
+pytestmark = pytest.mark.timeout(300 + 2 * NUM_SEEDS)
 
 
 def test_every_seed_keeps_every_invariant() -> None:

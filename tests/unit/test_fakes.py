@@ -1,0 +1,67 @@
+"""The fake runner must notice the mistakes that the engine's tests rely on it to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engine.step import SequenceWork, StepBatch
+from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits
+
+
+def work(tokens: Sequence[int], pages: Sequence[int], start: int = 0) -> SequenceWork:
+    return SequenceWork(tokens=tokens, start=start, pages=pages, wants_logits=True)
+
+
+def run(runner: FakeRunner, *decodes: SequenceWork, chunk: SequenceWork | None = None) -> None:
+    runner.run(StepBatch(decodes, chunk))
+
+
+def test_logits_depend_on_what_lies_in_the_pages() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    (row,) = runner.run(StepBatch((), work([5, 6, 7], [3, 1])))
+    assert row is not None
+    assert np.array_equal(row.full(), hashed_logits([5, 6, 7], runner.vocab_size))
+    # Another sequence writes over page 3: the first one's continuation changes.
+    run(runner, work([9], [3]))
+    (row,) = runner.run(StepBatch((work([8], [3, 1], start=3),), None))
+    assert row is not None
+    assert np.array_equal(row.full(), hashed_logits([9, 6, 7, 8], runner.vocab_size))
+
+
+@pytest.mark.parametrize("pages", [[0], [-1], [5], []])
+def test_a_page_that_does_not_exist_is_a_mistake(pages: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        run(FakeRunner(4, page_tokens=2), work([5], pages))
+
+
+def test_a_page_in_two_sequences_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="two sequences"):
+        run(FakeRunner(4, page_tokens=2), work([5], [1]), work([6], [1]))
+
+
+def test_reading_what_was_never_written_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="never written"):
+        run(FakeRunner(4, page_tokens=2), work([5], [1], start=1))
+
+
+def test_a_failed_step_spoils_its_pages() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6], [1]))
+    runner.fail_with = MemoryError()
+    with pytest.raises(MemoryError):
+        run(runner, work([7], [1, 2], start=2))
+    with pytest.raises(AssertionError, match="never written"):
+        run(runner, work([7], [1, 2], start=2))
+
+
+def test_text_comes_back_whole() -> None:
+    tokenizer = FakeTokenizer()
+    tokens = tokenizer.encode("a€\n", add_special=True, parse_special=False)
+    assert tokenizer.decode(tokens, render_special=False).decode() == "a€\n"
+    text = PlainText(["\nx"])
+    released = [text.push(tokenizer.piece(token)).text for token in tokens]
+    assert released == ["", "a", "", "", "€", ""]
+    assert text.unsent() == "\n"
