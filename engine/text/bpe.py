@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from engine.text.pieces import byte_characters
 from engine.text.pretokenizers import PreTokenizer
 
+_PART_CHARS = 128 << 10
 _NEWLINES = re.compile("(\n+)")
 
 
@@ -31,6 +32,7 @@ class BpeEncoder:
     ) -> None:
         self._ids = ids
         self._pre_tokenizer = pre_tokenizer
+        self._breaks = re.compile(pre_tokenizer.breaks) if pre_tokenizer.breaks else None
         pairs = _parse_merges(merges)
         phantoms = _phantom_texts(ids, pairs, byte_level=pre_tokenizer.byte_level)
         vocab = {**ids, **{text: len(ids) + rank for rank, text in enumerate(phantoms)}}
@@ -49,6 +51,24 @@ class BpeEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of text without special tokens."""
+        return [token_id for part in self._parts(text) for token_id in self._encode_part(part)]
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """Cuts a long text where no word is cut.
+
+        The package keeps about 160 bytes per character while it works, which a text of many
+        megabytes would make gigabytes.
+        """
+        start = 0
+        while self._breaks is not None and len(text) - start > _PART_CHARS:
+            cut = self._breaks.search(text, start + _PART_CHARS)
+            if cut is None:
+                break
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
+
+    def _encode_part(self, text: str) -> Sequence[int]:
         if self._pre_tokenizer.escapes_spaces:
             text = text.replace(" ", "\u2581")
         if not self._pre_tokenizer.newline_words:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from engine.errors import UnsupportedModel
 
+# No pattern sees past a single blank between two plain words, or crosses it, unless it says so.
+_BETWEEN_WORDS = r"(?<=[A-Za-z])(?= [A-Za-z])"
+_BETWEEN_LINES = r"(?<=[A-Za-z]\n)(?=[A-Za-z])"
+
 
 @dataclass(frozen=True)
 class PreTokenizer:
@@ -20,7 +24,8 @@ class PreTokenizer:
     `has_default_bos`: token 11 is BOS unless the file says otherwise. `byte_level`: bytes are
     written as GPT-2's printable characters; otherwise text is raw UTF-8 with `<0xXX>` tokens.
     `escapes_spaces`: spaces are written as U+2581. `newline_words`: a run of newlines that is a
-    token is not merged.
+    token is not merged. `breaks` matches where a text can be cut in two without changing a word
+    (None: nowhere), for Python's `re`.
     """
 
     patterns: tuple[str, ...]
@@ -30,6 +35,7 @@ class PreTokenizer:
     byte_level: bool = True
     escapes_spaces: bool = False
     newline_words: bool = False
+    breaks: str | None = _BETWEEN_WORDS
 
 
 def find_pre_tokenizer(name: str | None) -> PreTokenizer:
@@ -175,7 +181,12 @@ _BAILING = PreTokenizer(
     ("|".join((_CONTRACTION, _WORD, r"\p{N}", _OTHERS, r"\s*[\r\n]", _BLANKS)),)
 )
 _GEMMA4 = PreTokenizer(
-    (_LINES,), adds_bos=True, byte_level=False, escapes_spaces=True, newline_words=True
+    (_LINES,),
+    adds_bos=True,
+    byte_level=False,
+    escapes_spaces=True,
+    newline_words=True,
+    breaks=_BETWEEN_LINES,
 )
 
 _PRE_TOKENIZERS = {
@@ -307,7 +318,9 @@ _PRE_TOKENIZERS = {
             ),
         )
     ),
-    "sarvam-moe": PreTokenizer((_LINES,), byte_level=False, escapes_spaces=True),
+    "sarvam-moe": PreTokenizer(
+        (_LINES,), byte_level=False, escapes_spaces=True, breaks=_BETWEEN_LINES
+    ),
     "whitespace": PreTokenizer((r"\S+",), byte_level=False),
     "qwen35": PreTokenizer(
         (
@@ -330,7 +343,8 @@ _PRE_TOKENIZERS = {
                     *(r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _BLANKS),
                 )
             ),
-        )
+        ),
+        breaks=_BETWEEN_LINES,
     ),
     "chameleon": PreTokenizer(
         (
@@ -344,7 +358,7 @@ _PRE_TOKENIZERS = {
         adds_bos=True,
     ),
     "granite-embed-multi-97m": PreTokenizer((_GRANITE_MULTILINGUAL,), ignores_merges=True),
-    "superbpe": PreTokenizer((r"\p{N}+", _BEFORE_THREES)),
+    "superbpe": PreTokenizer((r"\p{N}+", _BEFORE_THREES), breaks=None),
     "seed-coder": PreTokenizer(
         (
             "|".join(

@@ -8,7 +8,7 @@ User-defined runs of spaces are stored with literal spaces, so escaped text neve
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import sentencepiece as spm
@@ -36,12 +36,16 @@ class SpmEncoder:
     """
 
     def __init__(self, table: TokenTable) -> None:
-        self._num_tokens = len(table)
-        self._byte_ids = _byte_ids(table)
-        self._falls_back = all(f"<0x{byte:02X}>" in table.ids for byte in range(256))
+        # The package spells unknown characters in bytes only if it knows all of them. What the
+        # vocabulary lacks comes behind it, and is a single-character token or nothing.
+        missing = [byte for byte in range(256) if _byte_text(byte) not in table.ids]
+        self._stand_ins = {
+            len(table) + place: (byte, table.ids.get(chr(byte)) if byte < 0x80 else None)
+            for place, byte in enumerate(missing)
+        }
         processor = cast(Any, spm.SentencePieceProcessor())
         try:
-            processor.LoadFromSerializedProto(_model(table, byte_fallback=self._falls_back))
+            processor.LoadFromSerializedProto(_model(table, missing))
         except RuntimeError as error:
             raise ModelFileError("tokenizer.ggml.tokens", str(error)) from error
         self._processor = processor
@@ -54,56 +58,41 @@ class SpmEncoder:
 
         Source: llama.cpp `llm_tokenizer_spm_session::tokenize`.
         """
-        escaped = text.replace(" ", _WORD_START)
-        if self._falls_back:
-            return self._processor.EncodeAsIds(escaped)
-        return list(self._with_unknown(escaped))
+        ids: list[int] = self._processor.EncodeAsIds(text.replace(" ", _WORD_START))
+        return [self._stand_in(token_id) for token_id in ids] if self._stand_ins else ids
 
-    def _with_unknown(self, text: str) -> Iterator[int]:
-        for piece in self._processor.EncodeAsImmutableProto(text).pieces:
-            if piece.id < self._num_tokens:
-                yield piece.id
-                continue
-            for byte in cast(str, piece.surface).encode():
-                token_id = self._byte_ids[byte]
-                if token_id is None:
-                    raise InvalidField("text", f"the vocabulary has no token for byte 0x{byte:02X}")
-                yield token_id
+    def _stand_in(self, token_id: int) -> int:
+        if token_id not in self._stand_ins:
+            return token_id
+        byte, real = self._stand_ins[token_id]
+        if real is None:
+            raise InvalidField("text", f"the vocabulary has no token for byte 0x{byte:02X}")
+        return real
 
 
-def _byte_ids(table: TokenTable) -> list[int | None]:
-    """The token of each byte: `<0xXX>`, or one whose text is that byte alone."""
-    ids: Mapping[str, int] = table.ids
-    return [
-        ids.get(f"<0x{byte:02X}>", ids.get(chr(byte)) if byte < 0x80 else None)
-        for byte in range(256)
-    ]
+def _byte_text(byte: int) -> str:
+    return f"<0x{byte:02X}>"
 
 
-def _model(table: TokenTable, *, byte_fallback: bool) -> bytes:
+def _model(table: TokenTable, missing_bytes: Sequence[int]) -> bytes:
     """Encodes a ModelProto by hand: the package's own generated class needs its protobuf module.
 
-    The unknown piece that the format demands comes after the vocabulary, so ids are kept.
+    The unknown piece that the format demands comes last, so ids are kept.
     """
-    byte_tokens = _byte_pieces(table) if byte_fallback else frozenset[int]()
+    byte_texts = {_byte_text(byte) for byte in range(256)}
     parts = [
-        _piece(text, score, _TYPE_BYTE if token_id in byte_tokens else None)
-        for token_id, (text, score) in enumerate(zip(table.texts, table.scores, strict=True))
+        _piece(text, score, _TYPE_BYTE if text in byte_texts else None)
+        for text, score in zip(table.texts, table.scores, strict=True)
     ]
+    parts += [_piece(_byte_text(byte), 0.0, _TYPE_BYTE) for byte in missing_bytes]
     parts.append(_piece(_unused_text(table.ids), 0.0, _TYPE_UNKNOWN))
     trainer = _TRAINER_MODEL_TYPE + _varint(_MODEL_TYPE_BPE)
-    trainer += _TRAINER_BYTE_FALLBACK + _varint(byte_fallback)
+    trainer += _TRAINER_BYTE_FALLBACK + _varint(True)
     parts.append(_field(_MODEL_TRAINER, trainer))
     normalizer = _field(_NORMALIZER_NAME, b"identity")
     normalizer += b"".join(flag + _varint(False) for flag in _NORMALIZER_FLAGS)
     parts.append(_field(_MODEL_NORMALIZER, normalizer))
     return b"".join(parts)
-
-
-def _byte_pieces(table: TokenTable) -> frozenset[int]:
-    """The tokens that the package must know as bytes, whatever the file calls them."""
-    spelt = (table.ids.get(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(token_id for token_id in spelt if token_id is not None)
 
 
 def _unused_text(ids: Mapping[str, int]) -> str:

@@ -201,9 +201,10 @@ def pay_method(budget: Budget, owner: object, name: str, args: tuple[Any, ...]) 
         budget.read(cast(object, owner))
     elif isinstance(owner, Mapping) and name in _MAPPING_METHODS:
         if name == "copy":
-            budget.step(len(cast(Mapping[object, object], owner)))
+            budget.step(len(cast("dict[object, object]", owner)))
     else:
-        raise TemplateError(f"{type(owner).__name__}.{name}() is not available")
+        kind = type(cast(object, owner)).__name__
+        raise TemplateError(f"{kind}.{name}() is not available")
 
 
 def _pay_string_method(budget: Budget, text: str, name: str, args: tuple[Any, ...]) -> None:

@@ -37,9 +37,12 @@ from engine.text.template_filters import (
     printed,
 )
 
-# Real templates have up to 40 thousand characters.
-_MAX_SOURCE_CHARS = 128 << 10
+# The largest templates in use need about a fifth of each.
+_MAX_SOURCE_CHARS = 64 << 10
+_MAX_SOURCE_NODES = 8_000
 
+# Python's frames and Jinja's argument handling for one call.
+_STEPS_PER_MACRO = 8
 _SCOPES = ("_loop_vars", "_block_vars")
 
 # Names that no template can spell, for what the tree is rewritten to use.
@@ -77,7 +80,9 @@ class TemplateSandbox:
             )
         environment = self._environment
         try:
-            tree = _Bounding().visit(environment.parse(source))
+            tree = environment.parse(source)
+            _check_size(tree)
+            tree = _Bounding().visit(tree)
             code = environment.compile(cast(nodes.Template, tree))
             return Template.from_code(environment, code, environment.globals)
         except TemplateError:
@@ -108,6 +113,14 @@ class TemplateSandbox:
             except Exception as error:
                 # The template's own failures come as any exception that its operators raise.
                 raise TemplateError(_cause(error)) from error
+
+
+def _check_size(tree: nodes.Template) -> None:
+    num_nodes = sum(1 for _ in tree.find_all(nodes.Node))
+    if num_nodes > _MAX_SOURCE_NODES:
+        raise TemplateError(
+            f"{num_nodes} expressions and statements are more than the {_MAX_SOURCE_NODES} allowed"
+        )
 
 
 def _cause(error: Exception) -> str:
@@ -245,7 +258,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             budget.read(*given)
         elif isinstance(__obj, (types.BuiltinMethodType, types.MethodType)):
             pay_method(budget, owner, __obj.__name__, given)
-        elif not isinstance(__obj, (Macro, BlockReference, Undefined)):
+        elif isinstance(__obj, (Macro, BlockReference)):
+            budget.step(_STEPS_PER_MACRO)
+        elif not isinstance(__obj, Undefined):
             raise SecurityError(f"{type(__obj).__name__} cannot be called")
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -362,6 +377,9 @@ class _Bounding(NodeTransformer):
 
     def visit_Extends(self, node: nodes.Extends) -> nodes.Node:
         return _refuse(node)
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
+        raise TemplateError(f"line {node.lineno}: prompts are not escaped")
 
 
 def _filter(name: str, value: nodes.Expr, args: list[nodes.Expr] | None = None) -> nodes.Filter:
