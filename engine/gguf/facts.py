@@ -78,7 +78,15 @@ def _file_type(file: GgufFile) -> str:
         return _type_name(file.metadata.get_uint("general.file_type"))
     counts = Counter(tensor.ggml_type for tensor in file.tensors.values())
     commonest = counts.most_common(1)[0][0] if counts else GGMLQuantizationType.F32
-    return f"(guessed) {'all F32' if commonest.name == 'F32' else commonest.name}"
+    return f"(guessed) {_type_name(_guessed_type(commonest))}"
+
+
+def _guessed_type(commonest: GGMLQuantizationType) -> LlamaFileType:
+    """The file type that a tensor type stands for; K types stand for their medium mix."""
+    for name in (f"MOSTLY_{commonest.name}", f"MOSTLY_{commonest.name}_M"):
+        if name in LlamaFileType.__members__:
+            return LlamaFileType[name]
+    return LlamaFileType.ALL_F32
 
 
 def _type_name(number: int) -> str:
