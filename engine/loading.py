@@ -18,6 +18,7 @@ from engine.engine import Engine, EngineParts
 from engine.errors import UnsupportedModel
 from engine.gguf.facts import FileFacts, read_facts
 from engine.gguf.reader import GgufFile
+from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.model.architectures import read_spec
@@ -50,6 +51,7 @@ class Loaded:
     vocab: Vocab
     spec: ModelSpec
     facts: FileFacts
+    hints: SamplingHints
     plan: MemoryPlan
 
 
@@ -82,8 +84,10 @@ def load_engine(
         enable_compile_cache(config.compile_cache)
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
+        hints = read_sampling(file.metadata)
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
         vocab = read_vocab(file.metadata)
+        _check_vocab(file.name, spec, vocab)
         # The tokenizer is built in the interpreter while numpy fills the arena and XLA compiles.
         with ThreadPoolExecutor(1) as side:
             tokenizing = side.submit(
@@ -99,7 +103,6 @@ def load_engine(
             runner = JaxRunner(spec, weights, _runner_config(config, plan))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer = tokenizing.result()
-    _check_vocab(file.name, spec, tokenizer)
     engine_parts = EngineParts(
         runner=runner,
         tokenizer=tokenizer,
@@ -108,7 +111,7 @@ def load_engine(
         **parts,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
-    return Loaded(engine, tokenizer, vocab, spec, facts, plan)
+    return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan)
 
 
 def _ignore(_: LoadProgress) -> None:
@@ -139,12 +142,11 @@ def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
     )
 
 
-def _check_vocab(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+def _check_vocab(name: str, spec: ModelSpec, vocab: Vocab) -> None:
     """Every row of the embedding must be a token, or ids without a text could be sampled."""
-    if tokenizer.vocab_size != spec.vocab_size:
+    if len(vocab.tokens) != spec.vocab_size:
         raise UnsupportedModel(
-            name,
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {spec.vocab_size}",
+            name, f"the tokenizer has {len(vocab.tokens)} tokens, the embedding {spec.vocab_size}"
         )
 
 

@@ -1,12 +1,17 @@
-"""What a request that says nothing runs under; the flag table fills it at start."""
+"""What a request that says nothing runs under: the flags, then the model's file, then our own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from engine.types import SamplingParams
+from engine.gguf.sampling import SamplingHints
+from engine.types import Sampler, SamplingParams
+from service.flag_values import sampler_by_name
+
+_LOG = logging.getLogger("kvarts.service")
 
 
 @dataclass(frozen=True)
@@ -27,3 +32,35 @@ class GenerationDefaults:
     render_special: bool = False
     prefill_assistant: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def with_hints(
+    defaults: GenerationDefaults, hints: SamplingHints, *, given: Collection[str]
+) -> GenerationDefaults:
+    """Lets the model's file speak where the operator was silent.
+
+    Args:
+        defaults: what the flags say, filled up by our own values.
+        hints: what the file says.
+        given: the fields of `defaults.sampling` that a flag set.
+    """
+    changes: dict[str, Any] = {
+        name: value
+        for name, value in asdict(hints).items()
+        if value is not None and name not in given
+    }
+    if "samplers" in changes:
+        changes["samplers"] = _samplers(changes["samplers"])
+    return replace(defaults, sampling=replace(defaults.sampling, **changes))
+
+
+def _samplers(names: tuple[str, ...]) -> tuple[Sampler, ...]:
+    """The peer's rule: what is no sampler is left out, with a warning."""
+    found: list[Sampler] = []
+    for name in names:
+        sampler = sampler_by_name(name)
+        if sampler is None:
+            _LOG.warning("the model's file names a sampler that there is not: %.40r", name)
+        else:
+            found.append(sampler)
+    return tuple(found)

@@ -17,6 +17,7 @@ from engine.text.builtin_templates import BUILTIN_TEMPLATES, CHATML
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.types import EventSink
+from service.defaults import with_hints
 from service.fetch.progress import ProgressLine
 from service.fetch.source import resolve_model
 from service.loaded import LoadedModel, ModelFacts, ModelNames
@@ -82,7 +83,7 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         template=template,
         names=_names(options, path),
         facts=_facts(loaded, template),
-        defaults=options.defaults,
+        defaults=with_hints(options.defaults, loaded.hints, given=options.sampling_given),
         is_unified=options.engine.unified,
         device=jax.default_backend(),
     )
