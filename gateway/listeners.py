@@ -18,7 +18,7 @@ def bind_all(options: GatewayOptions) -> list[socket.socket]:
     """Binds every address, or none.
 
     Raises:
-        OSError: an address is in use or unknown.
+        OSError: an address is in use or unknown; the message names it.
         ValueError: port 0 with several TCP addresses, which could not be told apart.
     """
     tcp = [host for host in options.hosts if not host.endswith(_SOCKET_SUFFIX)]
@@ -52,8 +52,16 @@ def unlink_all(files: Sequence[str]) -> None:
 
 
 def _bind(host: str, port: int, *, is_one_of_many: bool) -> socket.socket:
-    if host.endswith(_SOCKET_SUFFIX):
-        return _bind_unix(host)
+    is_file = host.endswith(_SOCKET_SUFFIX)
+    try:
+        return _bind_unix(host) if is_file else _bind_tcp(host, port, is_one_of_many)
+    except OSError as error:
+        # The system's own words never say which of the addresses it was.
+        name = host if is_file else f"{host}:{port}"
+        raise OSError(f"cannot listen on {name}: {error.strerror}") from error
+
+
+def _bind_tcp(host: str, port: int, is_one_of_many: bool) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
