@@ -105,11 +105,17 @@ class Program:
 
 
 @contextlib.contextmanager
-def running(name: str, *flags: str, environ: Sequence[tuple[str, str]] = ()) -> Generator[Program]:
+def running(
+    name: str,
+    *flags: str,
+    environ: Sequence[tuple[str, str]] = (),
+    cwd: str | None = None,
+) -> Generator[Program]:
     """Runs `name` with `flags`; leaving ends it, whatever state it is in."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     process = subprocess.Popen(
         [str(SCRIPTS / name), *flags],
+        cwd=cwd,
         env={**inherited, "XDG_CONFIG_HOME": os.devnull, **dict(environ)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

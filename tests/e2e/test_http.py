@@ -29,11 +29,13 @@ async def streaming(http: httpx.AsyncClient, body: Json) -> AsyncGenerator[Async
     """The events of a stream. It opens when the slot starts, and closes with the context."""
     async with http.stream("POST", "/completion", json=body) as response:
         assert response.status_code == 200
-        yield (
+        # Named, since a generator that nobody holds is closed, and its connection with it.
+        events = (
             json.loads(line.removeprefix("data: "))
             async for line in response.aiter_lines()
             if line.startswith("data: ")
         )
+        yield events
 
 
 async def text_of(http: httpx.AsyncClient, body: Json) -> str:
