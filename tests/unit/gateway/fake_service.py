@@ -109,7 +109,7 @@ def text_script(*pieces: str, **end: Any) -> Script:
 
 def failing(
     code: grpc.StatusCode, reason: str, message: str, *, retry_s: int = 0, **metadata: str
-) -> Exception:
+) -> Refusal:
     """What a servicer raises to end a call with a status of ours."""
     status = status_pb2.Status(code=code.value[0], message=message)
     info = error_details_pb2.ErrorInfo(reason=reason, domain="kvarts.v1", metadata=metadata)

@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from kvarts.v1 import common_pb2, generation_pb2
+
+from gateway.chat_body import ChatServer, read_chat_body
+from gateway.errors import ApiError
+from tests.unit.gateway.conftest import Serve
+from tests.unit.gateway.fake_service import (
+    Call,
+    FakeService,
+    Response,
+    chunk,
+    finished,
+    started,
+    text_script,
+)
+from tests.unit.gateway.test_openai_completions import read_stream
+
+USER = {"role": "user", "content": "Hi"}
+PREFILL = {"role": "assistant", "content": "Once"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+SERVER = ChatServer(use_jinja=True, prefill_assistant=True, template_kwargs={})
+CLASSIC = ChatServer(use_jinja=False, prefill_assistant=True, template_kwargs={})
+
+
+async def chat(client: httpx.AsyncClient, *messages: dict[str, Any], **body: Any) -> Any:
+    response = await client.post("/v1/chat/completions", json={"messages": list(messages), **body})
+    assert response.status_code == 200, response.text
+    return read_stream(response.text) if body.get("stream") else response.json()
+
+
+def content(events: list[Any]) -> list[Any]:
+    return [choice["delta"] for event in events for choice in event["choices"]]
+
+
+async def test_one_answer(client: httpx.AsyncClient, service: FakeService):
+    answer = await chat(client, USER, max_tokens=2)
+    assert list(answer) == [
+        "choices",
+        "created",
+        "model",
+        "system_fingerprint",
+        "object",
+        "usage",
+        "id",
+        "timings",
+    ]
+    assert answer["choices"] == [
+        {
+            "finish_reason": "length",
+            "index": 0,
+            "message": {"role": "assistant", "content": "ab"},
+        }
+    ]
+    assert answer["object"] == "chat.completion"
+    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]) == (
+        b"<user>Hi</><assistant>"
+    )
+
+
+async def test_stream(client: httpx.AsyncClient):
+    events = await chat(client, USER, max_tokens=2, stream=True)
+    assert content(events) == [
+        {"role": "assistant", "content": None},
+        {"content": "a"},
+        {"content": "b"},
+        {},
+    ]
+    assert list(events[0]) == [
+        "choices",
+        "created",
+        "id",
+        "model",
+        "system_fingerprint",
+        "object",
+    ]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert ["timings" in event for event in events] == [False, False, False, True]
+    assert len({event["id"] for event in events}) == 1
+
+
+async def test_stream_with_usage(client: httpx.AsyncClient):
+    events = await chat(client, USER, stream=True, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == []
+    assert list(events[-1])[-2:] == ["usage", "timings"]
+    assert "timings" not in events[-2]
+
+
+async def test_held_text_sends_nothing(client: httpx.AsyncClient, service: FakeService):
+    service.script = text_script("", "ab", "")
+    assert content(await chat(client, USER, stream=True)) == [
+        {"role": "assistant", "content": None},
+        {"content": "ab"},
+        {},
+    ]
+
+
+async def test_logprobs(client: httpx.AsyncClient, service: FakeService):
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        token = generation_pb2.TokenLogprob(token_id=5, piece=b"a", logprob=-0.5)
+        logprobs = generation_pb2.TokenLogprobs(sampled=token, top=[token])
+        yield chunk("a", 5, 1, logprobs=logprobs)
+        yield finished(call, 1)
+
+    service.script = script
+    token = {"id": 5, "token": "a", "bytes": [97], "logprob": -0.5}
+    entries = {"content": [token | {"top_logprobs": [token]}]}
+    answer = await chat(client, USER, logprobs=True)
+    assert answer["choices"][0]["logprobs"] == entries
+    assert service.calls[0].request.top_logprobs == 20
+    events = await chat(client, USER, logprobs=True, top_logprobs=1, stream=True)
+    assert [event["choices"][0].get("logprobs") for event in events] == [None, entries, None]
+    assert service.calls[1].request.top_logprobs == 1
+
+
+async def test_an_implied_prefill_is_repeated(client: httpx.AsyncClient, service: FakeService):
+    answer = await chat(client, USER, PREFILL)
+    assert answer["choices"][0]["message"]["content"] == "Onceabc"
+    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]) == (
+        b"<user>Hi</><assistant>Once"
+    )
+    deltas = content(await chat(client, USER, PREFILL, stream=True))
+    assert deltas[:3] == [
+        {"role": "assistant", "content": None},
+        {"content": "Oncea"},
+        {"content": "b"},
+    ]
+
+
+async def test_a_continuation_that_was_asked_for_is_not(client: httpx.AsyncClient):
+    asked: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = await chat(client, USER, PREFILL, **asked)
+    assert answer["choices"][0]["message"]["content"] == "Onceabc"
+    deltas = content(await chat(client, USER, PREFILL, stream=True, **asked))
+    assert deltas[1] == {"content": "a"}
+    deltas = content(await chat(client, USER, PREFILL, stream=True, echo=True, **asked))
+    assert deltas[1] == {"content": "Oncea"}
+
+
+async def test_progress_repeats_the_role(client: httpx.AsyncClient, service: FakeService):
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        yield Response(progress=generation_pb2.Progress(total_tokens=3, processed_tokens=3))
+        yield chunk("a", 5, 1)
+        yield finished(call, 1)
+
+    service.script = script
+    events = await chat(client, USER, stream=True, return_progress=True, timings_per_token=True)
+    assert [list(event)[6:] for event in events] == [
+        ["timings", "prompt_progress"],
+        [],
+        ["timings"],
+        ["timings"],
+    ]
+
+
+async def test_verbose_shows_how_the_turn_was_opened(client: httpx.AsyncClient):
+    answer = await chat(client, USER, verbose=True)
+    settings = answer["__verbose"]["generation_settings"]
+    assert settings["chat_format"] == "peg-native"
+    assert settings["generation_prompt"] == "<assistant>"
+
+
+async def test_without_jinja_turns_are_closed(serve: Serve, service: FakeService):
+    async with serve(use_jinja=False) as client:
+        answer = await chat(client, USER, PREFILL, verbose=True)
+        assert answer["choices"][0]["message"]["content"] == "abc"
+        assert answer["__verbose"]["generation_settings"]["chat_format"] == "Content-only"
+    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]) == (
+        b"<user>Hi</><assistant>Once</>"
+    )
+
+
+async def test_closed_where_the_server_says_so(serve: Serve, service: FakeService):
+    async with serve(prefill_assistant=False) as client:
+        await chat(client, USER, PREFILL)
+    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]).endswith(
+        b"<assistant>Once</><assistant>"
+    )
+
+
+async def test_counting_and_rendering(client: httpx.AsyncClient):
+    body = {"messages": [USER]}
+    rendered = await client.post("/apply-template", json=body)
+    assert rendered.json() == {"prompt": "<user>Hi</><assistant>"}
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        counted = await client.post(path, json=body)
+        assert counted.content == b'{"input_tokens":23,"object":"response.input_tokens"}'
+
+
+def test_messages_in_every_form():
+    messages = [
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "user", "content": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "sunny"},
+    ]
+    chat = read_chat_body({"messages": messages}, SERVER).chat
+    system, user, assistant, tool = chat.messages
+    assert [part.text for part in system.parts.parts] == ["a", "b"]
+    assert user.WhichOneof("body") == "content"
+    assert assistant.WhichOneof("body") is None
+    assert assistant.reasoning == "hm"
+    assert assistant.tool_calls[0].arguments_json == '{"x":1}'
+    assert (tool.tool_call_id, tool.name, tool.content) == ("1", "f", "sunny")
+
+
+def test_prefill_of_parts_is_joined_by_blank_lines():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    read = read_chat_body({"messages": [USER, {"role": "assistant", "content": parts}]}, SERVER)
+    assert read.prefill == "a\n\nb"
+    assert read.chat.final_message == common_pb2.FINAL_MESSAGE_CONTINUED
+    assert read.chat.add_generation_prompt is False
+
+
+def test_template_variables_are_merged():
+    server = ChatServer(use_jinja=True, prefill_assistant=True, template_kwargs={"a": 1, "b": 2})
+    body = {
+        "messages": [USER],
+        "chat_template_kwargs": {"b": 3, "enable_thinking": False},
+        "reasoning_effort": "low",
+    }
+    chat = read_chat_body(body, server).chat
+    assert chat.template_kwargs_json == '{"a":1,"b":3,"enable_thinking":false}'
+    assert chat.reasoning_effort == "low"
+
+
+def test_response_formats_become_a_schema():
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_object", "schema": schema}, schema),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, schema),
+    ]
+    for wanted, expected in cases:
+        fields = read_chat_body({"messages": [USER], "response_format": wanted}, SERVER).fields
+        assert fields.get("json_schema") == expected
+
+
+REFUSED: list[tuple[dict[str, Any], ChatServer, int, str]] = [
+    ({}, SERVER, 400, "'messages' is required"),
+    ({"messages": "Hi"}, SERVER, 400, "Expected 'messages' to be an array"),
+    (
+        {"messages": [{"role": "user"}]},
+        SERVER,
+        400,
+        "All non-assistant messages must contain 'content'",
+    ),
+    ({"messages": ["Hi"]}, SERVER, 400, "All non-assistant messages must contain 'content'"),
+    (
+        {"messages": [{"role": "assistant"}]},
+        SERVER,
+        400,
+        "Assistant message must contain either 'content' or 'tool_calls'!",
+    ),
+    (
+        {"messages": [{"content": "Hi"}]},
+        SERVER,
+        500,
+        'Failed to parse messages: Missing \'role\' in message: {"content":"Hi"}',
+    ),
+    (
+        {"messages": [{"role": "user", "content": 5}]},
+        SERVER,
+        400,
+        "Expected 'content' to be a string or an array",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        SERVER,
+        500,
+        "image input is not supported - hint: if this is unexpected, you may need to provide the "
+        "mmproj",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+        SERVER,
+        400,
+        "unsupported content[].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        SERVER,
+        500,
+        "Failed to parse messages: key 'text' not found",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "x"}]}]},
+        SERVER,
+        500,
+        'Failed to parse messages: Unsupported tool call type: {"type":"x"}',
+    ),
+    (
+        {"messages": [USER, PREFILL, PREFILL]},
+        SERVER,
+        400,
+        "Cannot have 2 or more assistant messages at the end of the list.",
+    ),
+    (
+        {"messages": [USER, PREFILL], "continue_final_message": True},
+        SERVER,
+        400,
+        "Cannot set both add_generation_prompt and continue_final_message to true.",
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": ""}}
+                    ],
+                },
+            ]
+        },
+        SERVER,
+        400,
+        "Cannot continue an assistant message that contains tool calls.",
+    ),
+    ({"messages": [USER], "tool_choice": "always"}, SERVER, 400, "Invalid tool_choice: always"),
+    (
+        {"messages": [USER], "tools": "weather"},
+        SERVER,
+        500,
+        'Failed to parse tools: Expected \'tools\' to be an array, got "weather"; tools = "weather"',
+    ),
+    (
+        {"messages": [USER], "tools": [TOOL], "grammar": 'root ::= "a"'},
+        SERVER,
+        400,
+        "Cannot use custom grammar constraints with tools.",
+    ),
+    ({"messages": [USER], "tools": [TOOL]}, SERVER, 501, "not supported: tools"),
+    (
+        {"messages": [USER], "tools": [TOOL], "logprobs": True, "stream": True},
+        SERVER,
+        400,
+        "logprobs is not supported with tools + stream",
+    ),
+    (
+        {"messages": [USER], "response_format": {"type": "xml"}},
+        SERVER,
+        400,
+        'response_format type must be one of "text" or "json_object", but got: xml',
+    ),
+    (
+        {"messages": [USER], "json_schema": {}, "grammar": "x"},
+        SERVER,
+        500,
+        "Cannot use both json_schema and grammar",
+    ),
+    (
+        {"messages": [USER], "top_logprobs": 2},
+        SERVER,
+        400,
+        "top_logprobs requires logprobs to be set to true",
+    ),
+    (
+        {"messages": [USER], "reasoning_format": "secret"},
+        SERVER,
+        500,
+        "Unknown reasoning format: secret",
+    ),
+    (
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": "yes"}},
+        SERVER,
+        400,
+        'invalid type for "enable_thinking" (expected boolean, got string)',
+    ),
+    ({"messages": [USER], "tools": [TOOL]}, CLASSIC, 500, "tools param requires --jinja flag"),
+    (
+        {"messages": [USER], "tool_choice": "none"},
+        CLASSIC,
+        500,
+        "tool_choice param requires --jinja flag",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "server", "status", "message"), REFUSED)
+def test_refused(body: dict[str, Any], server: ChatServer, status: int, message: str):
+    with pytest.raises(ApiError) as caught:
+        read_chat_body(body, server)
+    assert (caught.value.body.kind.status, caught.value.body.message) == (status, message)
