@@ -9,6 +9,7 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from engine.errors import InvalidField
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.decoder import StepInputs, forward
 from engine.model.place import FULL, Place, num_units, place_layers
@@ -126,6 +128,7 @@ class JaxRunner:
 
         Raises:
             ValueError: The page size does not divide the attention block.
+            InvalidField: There is no memory for the pools.
         """
         if BLOCK_TOKENS % config.page_tokens:
             raise ValueError(
@@ -134,6 +137,7 @@ class JaxRunner:
             )
         spec = spec.at_context(config.context_tokens)
         self._spec = spec
+        self._pool = _new_pool(spec, config)
         self._places = place_layers(spec, config.num_pages, config.num_window_pages)
         self._num_kinds = 2 if spec.num_window_layers else 1
         self._weights = weights
@@ -141,7 +145,6 @@ class JaxRunner:
         self._table_pages = -(-config.context_tokens // BLOCK_TOKENS) * (
             BLOCK_TOKENS // config.page_tokens
         )
-        self._pool = _new_pool(spec, config)
         self._programs: dict[_Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
@@ -311,7 +314,15 @@ def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
     units = num_units(spec, config.num_pages, config.num_window_pages)
     shape = (units, config.page_tokens, mixer.num_kv_heads, mixer.head_dim)
     dtype = {"f16": jnp.float16, "f32": jnp.float32}[config.kv_dtype]
-    return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    try:
+        return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    except RuntimeError as error:  # what jax's own is, which it leaves untyped
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = 2 * math.prod(shape) * jnp.dtype(dtype).itemsize
+        raise InvalidField(
+            "context_tokens", f"keys and values of {units} pages need {needed} bytes, memory is out"
+        ) from error
 
 
 @dataclass(frozen=True)

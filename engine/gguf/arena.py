@@ -124,7 +124,7 @@ def read_vectors(file: GgufFile, names: Iterable[str]) -> dict[str, FloatArray]:
     """Reads 1-D tensors (norms, biases, rope factors) as float32.
 
     Raises:
-        ModelFileError: A tensor is missing.
+        ModelFileError: A tensor is missing, or holds a value that is not finite.
         UnsupportedModel: A tensor has more dimensions, or a type that is not a float's.
     """
     vectors: dict[str, FloatArray] = {}
@@ -136,6 +136,10 @@ def read_vectors(file: GgufFile, names: Iterable[str]) -> dict[str, FloatArray]:
             vectors[name] = dequantise(info.ggml_type, file.raw(name), info.shape)
         except NotSupported as error:
             raise _unsupported(file, info, f"has type {info.ggml_type.name}") from error
+        if not np.isfinite(vectors[name]).all():
+            raise ModelFileError(
+                path=file.name, detail=f"tensor {name!r} has a value that is not finite"
+            )
         file.release(name)
     return vectors
 

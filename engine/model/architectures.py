@@ -27,6 +27,8 @@ from engine.model.spec import (
     RopeSpec,
 )
 
+_MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS; a damaged count must not become a tuple
+
 
 def read_spec(file: GgufFile) -> ModelSpec:
     """Reads what the model computes.
@@ -100,7 +102,7 @@ def _gemma2(keys: ArchitectureKeys) -> ModelSpec:
     block = replace(block, mixer=replace(block.mixer, soft_cap=cap))
     spec = _gemma(keys, block, logit_soft_cap=keys.real("final_logit_softcapping", 30.0))
     window = keys.uint("attention.sliding_window", 4096)
-    local = replace(spec.ropes[0], base=keys.real("rope.freq_base_swa", spec.ropes[0].base))
+    local = replace(spec.ropes[0], base=keys.positive("rope.freq_base_swa", spec.ropes[0].base))
     return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 2)), local)
 
 
@@ -112,7 +114,7 @@ def _gemma3(keys: ArchitectureKeys) -> ModelSpec:
     window = keys.uint("attention.sliding_window", 0, least=0)
     if not window:
         return spec
-    base = keys.real("rope.freq_base_swa", 10000.0)
+    base = keys.positive("rope.freq_base_swa", 10000.0)
     local = replace(spec.ropes[0], base=base, position_scale=1.0)
     return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 6)), local)
 
@@ -169,7 +171,7 @@ def _decoder(keys: ArchitectureKeys, block: BlockSpec, pairing: RopePairing) -> 
         width=keys.uint("embedding_length"),
         context_train=keys.uint("context_length"),
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
-        layers=(LayerSpec(block),) * keys.uint("block_count"),
+        layers=(LayerSpec(block),) * keys.uint("block_count", most=_MAX_LAYERS),
         ropes=(_rope(keys, pairing, block.mixer.head_dim),),
         tied_head=not keys.has_tensor("output.weight"),
         has_head_bias=keys.has_tensor("output.bias"),
@@ -215,6 +217,8 @@ def _rope(keys: ArchitectureKeys, pairing: RopePairing, head_dim: int) -> RopeSp
     if scaling not in ("none", "linear", "longrope"):
         raise keys.error("rope.scaling.type", scaling, "none, linear or longrope")
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0.0))
+    if factor < 0:
+        raise keys.error("rope.scaling.factor", factor, "0 or more")
     dims = keys.uint("rope.dimension_count", head_dim)
     if dims % 2 or dims > head_dim:
         raise keys.error("rope.dimension_count", dims, f"an even number up to {head_dim}")
@@ -225,7 +229,7 @@ def _rope(keys: ArchitectureKeys, pairing: RopePairing, head_dim: int) -> RopeSp
     return RopeSpec(
         pairing=pairing,
         dims=dims,
-        base=keys.real("rope.freq_base", 10000.0),
+        base=keys.positive("rope.freq_base", 10000.0),
         position_scale=1.0 if scaling == "none" or not factor else 1.0 / factor,
         magnitude=keys.real("rope.scaling.attn_factor", 1.0),
         factors=f"{factors[0]}.weight" if factors else "",

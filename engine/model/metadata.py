@@ -41,14 +41,16 @@ class ArchitectureKeys:
         self._read.add(suffix)
         return f"{self.architecture}.{suffix}"
 
-    def uint(self, suffix: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`.
+    def uint(
+        self, suffix: str, default: int | None = None, *, least: int = 1, most: int = 2**32 - 1
+    ) -> int:
+        """An integer from `least` to `most`.
 
         Raises:
-            ModelFileError: It is absent without a default, of another type, or too small.
+            ModelFileError: It is absent without a default, of another type, or out of range.
         """
         key = self._key(suffix)
-        value = self.file.metadata.get_uint(key, default)
+        value = self.file.metadata.get_uint(key, default, maximum=most)
         if value < least:
             raise ModelFileError(self.file.name, f"{key} is {value}, expected at least {least}")
         return value
@@ -56,6 +58,14 @@ class ArchitectureKeys:
     def real(self, suffix: str, default: float | None = None) -> float:
         """A number. Raises ModelFileError like `uint`."""
         return self.file.metadata.get_float(self._key(suffix), default)
+
+    def positive(self, suffix: str, default: float | None = None) -> float:
+        """A number above 0. Raises ModelFileError like `uint`."""
+        value = self.real(suffix, default)
+        if value <= 0:
+            key = f"{self.architecture}.{suffix}"
+            raise ModelFileError(self.file.name, f"{key} is {value}, expected more than 0")
+        return value
 
     def text(self, suffix: str, default: str | None = None) -> str:
         """A string. Raises ModelFileError like `uint`."""

@@ -79,7 +79,8 @@ class ReferenceLlama:
     def _rope(self, x: Float64) -> Float64:
         """Neighbouring components as complex numbers."""
         half = x.shape[-1] // 2
-        frequencies: Float64 = np.power(self.key["llama.rope.freq_base"], -np.arange(half) / half)
+        exponents: Float64 = -np.arange(half, dtype=np.float64) / half
+        frequencies = np.power(self.key["llama.rope.freq_base"], exponents)
         frequencies = frequencies / self.tensor.get("rope_freqs.weight", 1.0)
         positions = np.arange(len(x)) / self.key.get("llama.rope.scaling.factor", 1.0)
         turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engine import runner as runner_module
+from engine.errors import InvalidField
 from engine.runner import NUM_CANDIDATES, JaxRunner
 from engine.step import RowLogits, SequenceWork, StepBatch
 from tests.ggufs import (
@@ -262,6 +263,11 @@ def test_what_no_program_can_run_is_refused_and_changes_nothing(
 def test_the_page_must_divide_the_attention_block(path: Path) -> None:
     with pytest.raises(ValueError, match="page_tokens 24 does not divide 256"):
         open_runner(path, page_tokens=24)
+
+
+def test_pools_that_memory_cannot_hold_are_refused_with_their_size(path: Path) -> None:
+    with pytest.raises(InvalidField, match=r"context_tokens: .* \d{13} bytes, memory is out"):
+        open_runner(path, num_pages=2**30)
 
 
 # What it costs.
