@@ -241,6 +241,7 @@ def from_finished(
         truncated=event.truncated,
         has_new_line=event.has_new_line,
         unsent_text=event.unsent_text,
+        indent_cut_chars=event.indent_cut_chars,
         chat_deltas=deltas,
     )
     if event.stop_string is not None:

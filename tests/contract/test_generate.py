@@ -156,7 +156,10 @@ async def test_a_pinned_slot_is_used() -> None:
 async def test_an_indented_block_ends_with_its_first_outdented_line() -> None:
     async with serving(runner=says(" a\n  b\nc d", "code")) as it:
         responses = await it.collect(GenerateRequest(text="code", n_indent=2))
-    assert responses[-1].finished.finish_reason == generation_pb2.FINISH_REASON_INDENT
+    finished = responses[-1].finished
+    assert finished.finish_reason == generation_pb2.FINISH_REASON_INDENT
+    whole = text_of(responses) + finished.unsent_text
+    assert whole[: -finished.indent_cut_chars] == " a\n  b\n"
 
 
 async def test_the_request_id_comes_back_as_a_header() -> None:

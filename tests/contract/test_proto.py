@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from kvarts.v1 import (
 )
 
 from engine import errors, types
+from service import validate
 from service.errors import ERROR_TABLE
 
 _PROTO = Path(__file__).parents[2] / "proto"
@@ -152,6 +154,40 @@ def test_all_services_are_there() -> None:
         "LoraService": {"ListAdapters", "SetAdapterScales", "LoadAdapter", "UnloadAdapter"},
         "RebuildService": {"GetPools", "Rebuild"},
     }
+
+
+def _comment(stem: str, declaration: str) -> str:
+    """The comment in front of a declaration, on one line."""
+    text = (_PROTO / "kvarts" / "v1" / f"{stem}.proto").read_text()
+    match = re.search(rf"((?:^ *//.*\n)+) *{re.escape(declaration)}", text, re.MULTILINE)
+    assert match is not None, declaration
+    return " ".join(line.strip().removeprefix("//").strip() for line in match[1].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("stem", "declaration", "limits"),
+    [
+        ("generation", "message GenerateRequest", [validate.MAX_INT32]),
+        ("generation", "message SamplingParams", [validate.MAX_INT32]),
+        ("generation", "repeated string stop = 7", [validate.MAX_STOPS, validate.MAX_STOP_BYTES]),
+        ("generation", "repeated uint32 preserved_tokens = 22", [validate.MAX_PRESERVED_TOKENS]),
+        ("generation", "repeated GrammarTrigger grammar_triggers", [validate.MAX_TRIGGERS]),
+        ("generation", "repeated Sampler samplers", [validate.MAX_SAMPLERS]),
+        (
+            "generation",
+            "StringList dry_sequence_breakers",
+            [validate.MAX_BREAKERS, validate.MAX_BREAKER_BYTES],
+        ),
+        ("generation", "string annotation", [validate.MAX_ANNOTATION_BYTES]),
+        ("embedding", "repeated EmbedInput inputs", [validate.MAX_INPUTS]),
+        ("slot", "uint32 page_size", [validate.MAX_PAGE_SIZE]),
+        ("lora", "string name = 1;\n  // Path", [validate.MAX_NAME_BYTES]),
+        ("lora", "string path = 2", [validate.MAX_PATH_BYTES]),
+    ],
+)
+def test_every_limit_is_told(stem: str, declaration: str, limits: list[int]) -> None:
+    numbers = set(re.findall(r"\d+", _comment(stem, declaration)))
+    assert {str(limit) for limit in limits} <= numbers
 
 
 def test_only_generate_streams() -> None:

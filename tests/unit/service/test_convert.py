@@ -200,6 +200,10 @@ def test_what_matched_is_a_text_a_token_or_nothing() -> None:
     assert by_text.WhichOneof("matched") == "stop_string"
 
 
+def test_what_an_indent_takes_back_is_told() -> None:
+    assert convert.from_finished(finished(indent_cut_chars=3), 0).indent_cut_chars == 3
+
+
 @pytest.mark.parametrize("reason", FinishReason)
 def test_every_reason_has_its_name(reason: FinishReason) -> None:
     number = convert.from_finished(finished(reason=reason), 0).finish_reason
