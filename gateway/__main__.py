@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from gateway import flags, listeners, logs
 from gateway.app import make_app
 from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
+from gateway.protocol import BoundedHttpProtocol
 from gateway.service import connect
 
 OPTIONS_STDIN = "--options-stdin"
@@ -110,7 +111,7 @@ def _watch_stdin(server: _Server) -> None:
 def _config(options: GatewayOptions, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedHttpProtocol,
         loop="asyncio",
         ws="none",
         lifespan="on",

@@ -14,6 +14,7 @@ import uvicorn
 
 from gateway.app import make_app
 from gateway.options import GatewayOptions
+from gateway.protocol import BoundedHttpProtocol
 from gateway.service import connect
 from tests.unit.gateway.fake_service import FakeService
 
@@ -35,7 +36,7 @@ async def _serving(
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(told, service),
-        http="httptools",
+        http=BoundedHttpProtocol,
         loop="asyncio",
         ws="none",
         log_config=None,

@@ -168,6 +168,25 @@ async def test_a_body_that_never_arrives_is_given_up(serve: Serve):
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "head", [b"GET /" + b"a" * 100_000, b"GET / HTTP/1.1\r\na: " + b"a" * 100_000]
+)
+async def test_heads_are_bounded(client: httpx.AsyncClient, head: bytes):
+    url = urlsplit(str(client.base_url))
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(head)
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"65536" in answer
+    writer.close()
+
+
+async def test_a_long_body_in_the_heads_packet_is_no_long_head(client: httpx.AsyncClient):
+    for _ in range(3):
+        response = await client.post("/tokenize", json={"content": "a" * 200_000})
+        assert len(response.json()["tokens"]) == 200_000
+
+
 @pytest.mark.parametrize("path", ["/completion", "/tokenize", "/v1/chat/completions"])
 async def test_bodies_are_bounded_as_they_arrive(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
