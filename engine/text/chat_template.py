@@ -7,11 +7,13 @@ are given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from datetime import datetime
 from typing import Any, NoReturn
 
 from engine.errors import TemplateError
 from engine.text.messages import Message, TemplateCaps, shape_messages
+from engine.text.template_budget import Budget
 from engine.text.template_caps import preserved_reasoning, probe_template
 from engine.text.template_sandbox import TemplateSandbox
 
@@ -77,7 +79,9 @@ class ChatTemplate:
         variables = {**_aliases(extra or {}), **variables, **(extra or {})}
         if add_generation_prompt:
             variables["add_generation_prompt"] = True
-        return self._trim(self._sandbox.run(self._template, variables))
+        budget = Budget(variables.values())
+        # Templates may append to lists, which must not be the caller's.
+        return self._trim(self._sandbox.run(self._template, deepcopy(variables), budget))
 
     def _trim(self, text: str) -> str:
         if self._adds_bos and self._bos_text:

@@ -95,15 +95,13 @@ class TemplateSandbox:
         """Returns the variables that a template takes from outside."""
         return meta.find_undeclared_variables(self._environment.parse(source))
 
-    def run(
-        self, template: Template, variables: Mapping[str, object], budget: Budget | None = None
-    ) -> str:
-        """Renders a template, by default on the budget that its variables earn.
+    def run(self, template: Template, variables: Mapping[str, object], budget: Budget) -> str:
+        """Renders a template on a budget. It may change lists that the variables hold.
 
         Raises:
             TemplateError: the template fails, refuses its input, or needs more than its budget.
         """
-        with self._environment.spending(budget or Budget(variables.values())):
+        with self._environment.spending(budget):
             try:
                 # Not Template.render(): on errors that compiles code to show template lines.
                 context = template.new_context(dict(variables))
