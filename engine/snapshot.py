@@ -66,19 +66,19 @@ def _kv_info(table: SlotTable, pages: PageAllocator, plan: MemoryPlan) -> PoolIn
 
 def _swa_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
     """The window pool, of models that have one."""
-    if plan.window is None:
+    if plan.window is None or table.windows is None:
         return ()
-    used, pinned = table.window_pages(idle=False), table.window_pages(idle=True)
+    size, free, pinned = plan.window.pages, table.windows.num_free, table.idle_window_pages()
     return (
         PoolInfo(
             kind=PoolKind.SWA,
-            size=plan.window.pages,
-            free=plan.window.pages - used - pinned,
-            used=used,
+            size=size,
+            free=free,
+            used=size - free - pinned,
             pinned=pinned,
             cached=0,
             floor=plan.window.floor,
-            ceiling=plan.window.pages,
+            ceiling=size,
             unit_bytes=plan.window.page_bytes,
             unit_tokens=plan.page_tokens,
         ),

@@ -18,6 +18,10 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+class PoolLost(RuntimeError):
+    """A step failed and took the content of every page with it; the runner has empty pools again."""
+
+
 @dataclass(frozen=True)
 class SequenceWork:
     """The tokens of one sequence to evaluate in this step.
@@ -109,5 +113,9 @@ class Runner(Protocol):
 
         An entry is None where no logits were asked for. Raises whatever the device raises; the
         caller then fails the requests of this batch and no others.
+
+        Raises:
+            PoolLost: the step failed and no page of any sequence holds anything any more. The
+                runner can go on.
         """
         ...

@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.engine import Engine, EngineParts
 from engine.failpoints import Failpoints
-from engine.memory.planner import KvShape, plan_memory
-from engine.step import FloatArray, IntArray, RowLogits, SequenceWork, StepBatch
+from engine.memory.planner import KvShape, MemoryPlan, plan_memory
+from engine.step import FloatArray, IntArray, PoolLost, RowLogits, SequenceWork, StepBatch
 from engine.types import EngineConfig, EventSink, Request
 
 _UNWRITTEN = -1
@@ -109,6 +109,12 @@ def hashed_logits(history: Sequence[int], vocab_size: int) -> FloatArray:
     return noise.astype(np.float32) / np.float32(8192)
 
 
+def model_logits(history: Sequence[int], vocab_size: int, window: int | None = None) -> FloatArray:
+    """What `FakeRunner` answers to a sequence evaluated alone; with a window, it looks there too."""
+    recent = [] if window is None else history[-window:]
+    return hashed_logits([*history, *recent], vocab_size)
+
+
 def scripted(answer: Sequence[int], prompt_tokens: int) -> Callable[[Sequence[int]], int]:
     """A model that answers every prompt of this length with `answer`, then ends."""
 
@@ -123,8 +129,10 @@ def scripted(answer: Sequence[int], prompt_tokens: int) -> Callable[[Sequence[in
 class FakeRunner:
     """Evaluates steps over its own page memory. Wrong work is an assertion, not a wrong answer.
 
-    `next_token` replaces the hash by a choice of one token. `fail_with` makes the next step raise.
-    `poison` returns NaN for sequences that begin with these tokens.
+    With a `window` a second memory, addressed by the window pages, holds the same tokens; of it only
+    what the step's tokens see is read, and the answer depends on it too. `next_token` replaces the
+    hash by a choice of one token. `fail_with` makes the next step raise; if that is a PoolLost, all
+    memory is forgotten. `poison` returns NaN for sequences that begin with these tokens.
     """
 
     num_pages: int
@@ -133,6 +141,8 @@ class FakeRunner:
     max_decodes: int = 64
     max_chunk: int = 512
     compiles: int = 0
+    window: int | None = None
+    num_window_pages: int = 0
     next_token: Callable[[Sequence[int]], int] | None = None
     fail_with: Exception | None = None
     poison: tuple[int, ...] | None = None
@@ -141,7 +151,7 @@ class FakeRunner:
     keep_batches: bool = False
 
     def __post_init__(self) -> None:
-        self._memory = np.full((self.num_pages + 1, self.page_tokens), _UNWRITTEN, dtype=np.int32)
+        self._forget()
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Checks and evaluates a step."""
@@ -152,44 +162,80 @@ class FakeRunner:
         works = batch.decodes if batch.chunk is None else (*batch.decodes, batch.chunk)
         self._check(batch, works)
         if self.fail_with is not None:
-            error, self.fail_with = self.fail_with, None
-            self._scribble(works)
-            raise error
+            self._fail(self.fail_with, works)
         for work in works:
-            self._write(work)
-        return [self._logits(work) if work.wants_logits else None for work in works]
+            self._write(self._memory, work.pages, work)
+            if self.window is not None:
+                self._write(self._window_memory, work.window_pages, work)
+        return [self._logits(work) for work in works]
 
     def _check(self, batch: StepBatch, works: Sequence[SequenceWork]) -> None:
         assert len(batch.decodes) <= self.max_decodes
         assert all(len(work.tokens) == 1 for work in batch.decodes)
         assert batch.chunk is None or 1 <= len(batch.chunk.tokens) <= self.max_chunk
-        pages = [page_id for work in works for page_id in work.pages]
-        assert all(1 <= page_id <= self.num_pages for page_id in pages), pages
-        assert len(set(pages)) == len(pages), "a page is in two sequences"
+        self._check_pages([page_id for work in works for page_id in work.pages], self.num_pages)
+        held = [page_id for work in works for page_id in work.window_pages if page_id]
+        self._check_pages(held, self.num_window_pages)
         for work in works:
             end = work.start + len(work.tokens)
             assert end <= len(work.pages) * self.page_tokens, "the pages do not cover the tokens"
+            if self.window is not None:
+                assert end <= len(work.window_pages) * self.page_tokens
+                seen = work.window_pages[self._first_seen(work) // self.page_tokens :]
+                assert 0 not in seen, "a page inside the window was given back"
 
-    def _scribble(self, works: Sequence[SequenceWork]) -> None:
-        """A failed step may leave anything in the pages that it was given."""
+    def _check_pages(self, page_ids: list[int], size: int) -> None:
+        assert all(1 <= page_id <= size for page_id in page_ids), page_ids
+        assert len(set(page_ids)) == len(page_ids), "a page is in two sequences"
+
+    def _first_seen(self, work: SequenceWork) -> int:
+        """The first position that the first token of the work sees in the window memory."""
+        assert self.window is not None
+        return max(0, work.start - self.window + 1)
+
+    def _fail(self, error: Exception, works: Sequence[SequenceWork]) -> None:
+        self.fail_with = None
+        if isinstance(error, PoolLost):
+            self._forget()
+        # A failed step may leave anything in the pages that it was given.
         for work in works:
             self._memory[list(work.pages)] = _UNWRITTEN
+            self._window_memory[list(work.window_pages)] = _UNWRITTEN
+        raise error
 
-    def _write(self, work: SequenceWork) -> None:
+    def _forget(self) -> None:
+        sizes = (self.num_pages, self.num_window_pages)
+        self._memory, self._window_memory = (
+            np.full((size + 1, self.page_tokens), _UNWRITTEN, dtype=np.int32) for size in sizes
+        )
+
+    def _write(self, memory: IntArray, pages: Sequence[int], work: SequenceWork) -> None:
         for position, token in enumerate(work.tokens, work.start):
-            page, offset = self._place(work, position)
-            self._memory[page, offset] = token
+            memory[pages[position // self.page_tokens], position % self.page_tokens] = token
 
-    def _place(self, work: SequenceWork, position: int) -> tuple[int, int]:
-        return work.pages[position // self.page_tokens], position % self.page_tokens
+    def _read(self, memory: IntArray, pages: Sequence[int], start: int, end: int) -> list[int]:
+        """The tokens at positions start .. end - 1; no page before or after them is looked at."""
+        first = start // self.page_tokens
+        tokens = memory[list(pages[first : -(-end // self.page_tokens)])].reshape(-1)
+        span = tokens[start - first * self.page_tokens : end - first * self.page_tokens].tolist()
+        assert _UNWRITTEN not in span, "a page was read that was never written"
+        return span
 
-    def _logits(self, work: SequenceWork) -> FakeRow:
+    def _logits(self, work: SequenceWork) -> FakeRow | None:
         end = work.start + len(work.tokens)
-        history = self._memory[list(work.pages)].reshape(-1)[:end].tolist()
-        assert _UNWRITTEN not in history, "a page was read that was never written"
+        history = self._read(self._memory, work.pages, 0, end)
+        recent: list[int] = []
+        if self.window is not None:
+            first = self._first_seen(work)
+            seen = self._read(self._window_memory, work.window_pages, first, end)
+            # Every token of a chunk sees its own window, though only the last one answers.
+            assert seen == history[first:], "the window holds another sequence's tokens"
+            recent = seen[-self.window :]
+        if not work.wants_logits:
+            return None
         if self.poison is not None and tuple(history[: len(self.poison)]) == self.poison:
             return FakeRow(np.full(self.vocab_size, np.nan, dtype=np.float32))
-        logits = hashed_logits(history, self.vocab_size)
+        logits = hashed_logits([*history, *recent], self.vocab_size)
         if self.next_token is not None:
             logits[self.next_token(history)] += np.float32(20)
         return FakeRow(logits)
@@ -278,14 +324,17 @@ def fake_engine(
     clock: Callable[[], float] | None = None,
     failpoints: Failpoints | None = None,
     training_tokens: int = 1 << 20,
+    window: int | None = None,
 ) -> Engine:
-    """The real engine over the fakes, not started. The default has 4 slots of 256 tokens."""
+    """The real engine over the fakes, not started. The default has 4 slots of 256 tokens.
+
+    With a `window` the model has a layer of it; a given runner then needs the same.
+    """
     config = config or EngineConfig(context_tokens=256, num_slots=4, page_tokens=16)
-    shape = KvShape(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8)
-    plan = plan_memory(config, shape, training_tokens)
+    plan = plan_memory(config, fake_shape(window), training_tokens)
     error_ids = iter(range(1 << 62))
     parts = EngineParts(
-        runner=runner or FakeRunner(plan.kv_pages, plan.page_tokens),
+        runner=runner or fitting_runner(plan),
         tokenizer=FakeTokenizer(),
         begin_chain=begin_greedy,
         begin_text=PlainText,
@@ -295,3 +344,27 @@ def fake_engine(
         failpoints=failpoints or Failpoints(),
     )
     return Engine(config, plan, parts, sink=sink)
+
+
+def fitting_runner(plan: MemoryPlan) -> FakeRunner:
+    """A runner with the pools of a plan."""
+    if plan.window is None:
+        return FakeRunner(plan.kv_pages, plan.page_tokens)
+    return FakeRunner(
+        plan.kv_pages,
+        plan.page_tokens,
+        window=plan.window.window,
+        num_window_pages=plan.window.pages,
+    )
+
+
+def fake_shape(window: int | None = None) -> KvShape:
+    """Two layers that see everything and, with a `window`, one that sees only that."""
+    return KvShape(
+        num_layers=2,
+        num_kv_heads=2,
+        key_dim=8,
+        value_dim=8,
+        num_window_layers=0 if window is None else 1,
+        window=window or 0,
+    )

@@ -132,6 +132,8 @@ def swa_floor(config: EngineConfig, window: int, slot_tokens: int) -> int:
 
 def _plan_window(config: EngineConfig, shape: KvShape, slot_tokens: int) -> WindowPlan | None:
     if not shape.num_window_layers:
+        if config.swa_pages is not None:
+            raise InvalidField("swa_pages", "the model has no sliding-window layers")
         return None
     floor = swa_floor(config, shape.window, slot_tokens)
     pages = floor if config.swa_pages is None else config.swa_pages

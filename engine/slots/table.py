@@ -27,8 +27,9 @@ _COMPARE_TOKENS = 512
 class Slot:
     """One lane. `tokens` are evaluated and lie in `pages`, in order; position = index.
 
-    `window` are its pages of sliding-window layers, empty where the model has none. `last_used` orders releases (-1: never used). `tenant` owns the content. `request` is the one
-    served now or last, `task_id` its number (-1: none yet).
+    `window` are its pages of sliding-window layers, empty where the model has none. `last_used`
+    orders releases (-1: never used). `tenant` owns the content. `request` is the one served now or
+    last, `task_id` its number (-1: none yet).
     """
 
     slot_id: int
@@ -84,6 +85,11 @@ class SlotTable:
     def slots(self) -> tuple[Slot, ...]:
         """The slots by id."""
         return self._slots
+
+    @property
+    def windows(self) -> WindowPages | None:
+        """The swa pool, None where the model has no sliding-window layers."""
+        return self._windows
 
     def slot(self, slot_id: int) -> Slot:
         """Returns a slot by id.
@@ -179,9 +185,9 @@ class SlotTable:
         """Returns how many pages idle slots hold, `besides` left out."""
         return sum(len(s.pages) for s in self._slots if s.is_idle and s is not besides)
 
-    def window_pages(self, *, idle: bool) -> int:
-        """Returns how many swa pages idle (or else busy) slots hold."""
-        return sum(slot.window.num_pages for slot in self._slots if slot.is_idle == idle)
+    def idle_window_pages(self) -> int:
+        """Returns how many swa pages idle slots hold."""
+        return sum(slot.window.num_pages for slot in self._slots if slot.is_idle)
 
     def evict_one(self, *, besides: Slot | None = None) -> bool:
         """Empties the least recently used idle slot that holds pages; False if there is none."""

@@ -6,7 +6,7 @@ was given back. Knows page ids only; the kv pool's pages are in `engine.slots.ta
 Example:
     >>> policy = WindowPolicy(window=16, page_tokens=16, interval_tokens=128)
     >>> windows = WindowPages(policy, PageAllocator(8))
-    >>> held = windows.begin()
+    >>> held = WindowHeld()
     >>> windows.cover(held, 64)
     >>> windows.trim(held, 64)
     2
@@ -25,7 +25,7 @@ from engine.memory.planner import WINDOW_SLACK_TOKENS, pages_for
 
 @dataclass(frozen=True)
 class WindowPolicy:
-    """A query at position p sees positions p - window + 1 .. p.
+    """A query at position p sees p - window + 1 .. p.
 
     Pages behind the window are given back after every prefill chunk and every `interval_tokens`
     decode steps.
@@ -46,15 +46,20 @@ class WindowPolicy:
 
 @dataclass(eq=False)
 class WindowHeld:
-    """What one slot holds of the swa pool. `trimmed_at` is its length at the last trim."""
+    """What one slot holds of the swa pool.
+
+    The first `num_behind` entries of `page_ids` lie behind the window and are 0, the others are
+    held. `trimmed_at` is the sequence's length at the last trim.
+    """
 
     page_ids: list[int] = field(default_factory=list[int])
+    num_behind: int = 0
     trimmed_at: int = 0
 
     @property
     def num_pages(self) -> int:
         """Pages that are really held."""
-        return sum(page_id != SINK_PAGE for page_id in self.page_ids)
+        return len(self.page_ids) - self.num_behind
 
 
 class WindowPages:
@@ -62,11 +67,12 @@ class WindowPages:
 
     def __init__(self, policy: WindowPolicy, pages: PageAllocator) -> None:
         self.policy = policy
-        self.pages = pages
+        self._pages = pages
 
-    def begin(self) -> WindowHeld:
-        """Returns an empty holding."""
-        return WindowHeld()
+    @property
+    def num_free(self) -> int:
+        """Pages that no slot holds."""
+        return self._pages.num_free
 
     def cover(self, held: WindowHeld, num_tokens: int) -> None:
         """Takes the pages that positions up to `num_tokens` need and the holding lacks.
@@ -75,15 +81,19 @@ class WindowPages:
             OutOfPages: too few are free; nothing was taken.
         """
         missing = pages_for(num_tokens, self.policy.page_tokens) - len(held.page_ids)
-        held.page_ids += self.pages.allocate(max(0, missing))
+        held.page_ids += self._pages.allocate(max(0, missing))
 
     def trim(self, held: WindowHeld, num_tokens: int) -> int:
         """Gives back the pages behind the window of a sequence of `num_tokens`; returns how many."""
         held.trimmed_at = num_tokens
-        end = self.policy.first_kept(num_tokens) // self.policy.page_tokens
-        gone = [page_id for page_id in held.page_ids[:end] if page_id != SINK_PAGE]
-        held.page_ids[:end] = [SINK_PAGE] * len(held.page_ids[:end])
-        return self.pages.release(gone)
+        start = held.num_behind
+        end = min(self.policy.first_kept(num_tokens) // self.policy.page_tokens, len(held.page_ids))
+        if end <= start:
+            return 0
+        gone = held.page_ids[start:end]
+        held.page_ids[start:end] = [SINK_PAGE] * len(gone)
+        held.num_behind = end
+        return self._pages.release(gone)
 
     def is_due(self, held: WindowHeld, num_tokens: int) -> bool:
         """Returns whether so many tokens have come since the last trim that another is due."""
@@ -92,27 +102,37 @@ class WindowPages:
     def truncate(self, held: WindowHeld, num_tokens: int) -> int:
         """Gives back the pages past `num_tokens`; returns how many became free."""
         keep = pages_for(num_tokens, self.policy.page_tokens)
-        gone = [page_id for page_id in held.page_ids[keep:] if page_id != SINK_PAGE]
+        gone = held.page_ids[max(keep, held.num_behind) :]
         del held.page_ids[keep:]
+        held.num_behind = min(held.num_behind, keep)
         held.trimmed_at = min(held.trimmed_at, num_tokens)
-        return self.pages.release(gone)
+        return self._pages.release(gone)
 
     def can_continue(self, held: WindowHeld, num_tokens: int) -> bool:
         """Returns whether all that the token after the first `num_tokens` sees is still held."""
         first = self.policy.first_needed(num_tokens) // self.policy.page_tokens
         end = pages_for(num_tokens, self.policy.page_tokens)
-        return len(held.page_ids) >= end and SINK_PAGE not in held.page_ids[first:end]
+        return len(held.page_ids) >= end and (first >= held.num_behind or first >= end)
 
     def check_integrity(self, holdings: Iterable[tuple[WindowHeld, int]]) -> None:
-        """Proves the books, given each holding and its sequence's length.
+        """Proves the books, given each holding and its sequence's length; only between steps.
 
         Raises:
-            PoolCorruption: a page leaked or is shared, or a window is not covered.
+            PoolCorruption: a page leaked or is shared, a window is not covered, or more is held
+                than the policy keeps.
         """
         listed = list(holdings)
-        self.pages.check_integrity(
-            [page_id for page_id in held.page_ids if page_id != SINK_PAGE] for held, _ in listed
-        )
+        self._pages.check_integrity(held.page_ids[held.num_behind :] for held, _ in listed)
         for held, num_tokens in listed:
-            if not self.can_continue(held, num_tokens):
-                raise PoolCorruption(f"the window of {num_tokens} tokens has holes: {held}")
+            self._check(held, num_tokens)
+
+    def _check(self, held: WindowHeld, num_tokens: int) -> None:
+        page_tokens = self.policy.page_tokens
+        needed = pages_for(num_tokens, page_tokens)
+        if len(held.page_ids) != needed:
+            raise PoolCorruption(f"{len(held.page_ids)} window pages for {needed} pages of tokens")
+        if not self.can_continue(held, num_tokens):
+            raise PoolCorruption(f"the window of {num_tokens} tokens has holes: {held}")
+        behind = min(self.policy.first_kept(held.trimmed_at) // page_tokens, needed)
+        if self.is_due(held, num_tokens) or held.num_behind < behind:
+            raise PoolCorruption(f"pages behind the window of {num_tokens} tokens: {held}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.failpoints import Failpoints
+from engine.memory.planner import plan_memory
 from engine.types import (
     Cancelled,
     Chunk,
@@ -12,10 +13,12 @@ from engine.types import (
     Event,
     Failed,
     Finished,
+    PoolInfo,
+    PoolKind,
     Progress,
     Started,
 )
-from tests.fakes import FakeClock, FakeRunner, fake_engine
+from tests.fakes import FakeClock, fake_engine, fake_shape, fitting_runner
 
 
 class Drive:
@@ -34,32 +37,35 @@ class Drive:
         max_chunk: int = 64,
         failpoints: Failpoints | None = None,
         next_token: Callable[[Sequence[int]], int] | None = None,
+        window: int | None = None,
+        swa_evict_interval: int = 8,
     ) -> None:
-        self.clock = FakeClock()
-        self.runner = FakeRunner(
-            kv_pages,
-            page_tokens,
-            max_decodes=max_decodes,
-            max_chunk=max_chunk,
-            next_token=next_token,
-            keep_batches=True,
+        config = EngineConfig(
+            context_tokens=context_tokens,
+            num_slots=num_slots,
+            page_tokens=page_tokens,
+            chunk_tokens=chunk_tokens,
+            kv_pages=kv_pages,
+            queue_requests=queue_requests,
+            swa_evict_interval=swa_evict_interval,
         )
+        self.plan = plan_memory(config, fake_shape(window), context_tokens)
+        self.clock = FakeClock()
+        self.runner = fitting_runner(self.plan)
+        self.runner.max_decodes = max_decodes
+        self.runner.max_chunk = max_chunk
+        self.runner.next_token = next_token
+        self.runner.keep_batches = True
         self.events: list[tuple[str, Event]] = []
         self.num_calls = 0
         self.engine = fake_engine(
             self._on_events,
-            config=EngineConfig(
-                context_tokens=context_tokens,
-                num_slots=num_slots,
-                page_tokens=page_tokens,
-                chunk_tokens=chunk_tokens,
-                kv_pages=kv_pages,
-                queue_requests=queue_requests,
-            ),
+            config=config,
             runner=self.runner,
             clock=self.clock,
             failpoints=failpoints,
             training_tokens=context_tokens,
+            window=window,
         )
 
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
@@ -81,9 +87,9 @@ class Drive:
                 break
         else:
             raise AssertionError("the engine did not come to rest")
-        (pool,) = now.pools
-        assert pool.used == 0
-        assert pool.free + pool.pinned + pool.cached == pool.size
+        for pool in now.pools:
+            assert pool.used == 0
+            assert pool.free + pool.pinned + pool.cached == pool.size
         return self
 
     def of(self, request_id: str) -> list[Event]:
@@ -104,6 +110,10 @@ class Drive:
 
     def progress(self, request_id: str) -> list[int]:
         return [event.processed for event in self.of(request_id) if isinstance(event, Progress)]
+
+    def pool(self, kind: PoolKind) -> PoolInfo:
+        (pool,) = [pool for pool in self.engine.snapshot().pools if pool.kind is kind]
+        return pool
 
     def end(self, request_id: str) -> Finished | Failed | Cancelled | None:
         ends = [e for e in self.of(request_id) if isinstance(e, Finished | Failed | Cancelled)]

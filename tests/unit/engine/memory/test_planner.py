@@ -7,10 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidField
-from engine.memory.planner import KvShape, num_kv_pages, plan_memory, slot_context_tokens
+from engine.memory.planner import (
+    KvShape,
+    WindowPlan,
+    num_kv_pages,
+    plan_memory,
+    slot_context_tokens,
+    swa_floor,
+)
 from engine.types import EngineConfig
 
 SHAPE = KvShape(num_layers=3, num_kv_heads=2, key_dim=64, value_dim=48)
+WINDOWED = dataclasses.replace(SHAPE, num_window_layers=5, window=512)
 
 
 # (context, slots, unified, training) and llama.cpp's n_ctx_slot for it: whole or share, rounded up
@@ -71,6 +79,63 @@ def test_bytes(kv_dtype: str, element_bytes: int) -> None:
     assert plan.kv_bytes == 10 * plan.page_bytes
 
 
+def windowed(config: EngineConfig, shape: KvShape = WINDOWED) -> WindowPlan:
+    window = plan_memory(config, shape, 1 << 20).window
+    assert window is not None
+    return window
+
+
+# Per slot ceil((window + 16 + max(interval, chunk)) / page) + 1, or the context if that is less.
+@pytest.mark.parametrize(
+    ("window", "interval", "chunk", "page", "slot_tokens", "expected"),
+    [
+        (512, 128, 512, 32, 4096, 33 + 1),  # 1040 / 32 = 32.5
+        (512, 128, 64, 32, 4096, 21 + 1),  # 656 / 32 = 20.5
+        (512, 600, 64, 16, 4096, 71 + 1),  # 1128 / 16 = 70.5
+        (512, 128, 512, 64, 4096, 17 + 1),  # 1040 / 64 = 16.25
+        (1, 1, 15, 32, 4096, 1 + 1),
+        (512, 128, 512, 32, 1024, 32),
+        (4096, 128, 512, 32, 100, 4),
+    ],
+)
+def test_swa_floor(
+    window: int, interval: int, chunk: int, page: int, slot_tokens: int, expected: int
+) -> None:
+    config = EngineConfig(
+        context_tokens=0, page_tokens=page, chunk_tokens=chunk, swa_evict_interval=interval
+    )
+    assert swa_floor(dataclasses.replace(config, num_slots=1), window, slot_tokens) == expected
+    assert swa_floor(dataclasses.replace(config, num_slots=6), window, slot_tokens) == 6 * expected
+
+
+def test_the_window_pool_has_its_floor_unless_more_is_asked_for() -> None:
+    config = EngineConfig(context_tokens=8192, num_slots=2)
+    window = windowed(config)
+    assert (window.window, window.interval_tokens) == (512, 128)
+    assert window.pages == window.floor == 2 * 34
+    assert window.page_bytes == 32 * 5 * 2 * (64 + 48) * 2
+    more = windowed(dataclasses.replace(config, swa_pages=100))
+    assert (more.pages, more.floor) == (100, 68)
+
+
+def test_the_kv_pool_holds_only_the_layers_that_see_everything() -> None:
+    plan = plan_memory(EngineConfig(context_tokens=8192), WINDOWED, 1 << 20)
+    assert plan.page_bytes == 32 * 3 * 2 * (64 + 48) * 2
+    assert plan_memory(EngineConfig(context_tokens=8192), SHAPE, 1 << 20).window is None
+
+
+def test_swa_pages_below_the_floor_are_refused_by_name() -> None:
+    config = EngineConfig(context_tokens=8192, num_slots=2, swa_pages=67)
+    with pytest.raises(InvalidField, match="swa_pages: must be at least 68, got 67"):
+        plan_memory(config, WINDOWED, 1 << 20)
+
+
+def test_a_model_without_windows_has_no_swa_pages() -> None:
+    config = EngineConfig(context_tokens=8192, swa_pages=500)
+    with pytest.raises(InvalidField, match="swa_pages: the model has no sliding-window layers"):
+        plan_memory(config, SHAPE, 1 << 20)
+
+
 @given(
     context=st.integers(0, 1 << 40),
     slots=st.integers(1, 256),
@@ -99,6 +164,7 @@ def test_every_slot_could_fill_its_context_alone(
         ("num_slots", 0, "num_slots: must be at least 1, got 0"),
         ("page_tokens", 0, "page_tokens: must be at least 1, got 0"),
         ("chunk_tokens", 0, "chunk_tokens: must be at least 1, got 0"),
+        ("swa_evict_interval", 0, "swa_evict_interval: must be at least 1, got 0"),
         ("queue_requests", 0, "queue_requests: must be at least 1, got 0"),
         ("queue_bytes", 0, "queue_bytes: must be at least 1, got 0"),
         ("kv_pages", 1, "kv_pages: must be at least 2, got 1"),
