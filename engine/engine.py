@@ -34,6 +34,7 @@ from engine.slots.table import SlotTable
 from engine.slots.window import WindowPages, WindowPolicy
 from engine.snapshot import describe
 from engine.step import Runner
+from engine.step_timer import StepTimer
 from engine.types import (
     CancelCause,
     EngineConfig,
@@ -91,6 +92,7 @@ class Engine:
         self._clock = parts.clock
         self._new_error_id = parts.new_error_id
         self._scheduler = Scheduler(_scheduler_parts(config, parts), self._table, pages)
+        self._step_timer = StepTimer()
         self._sink = sink
         self._limits = RequestLimits(
             num_slots=config.num_slots,
@@ -214,7 +216,9 @@ class Engine:
             self._scheduler.refuse_waiting(ShuttingDown)
             if self._clock() >= stop_at_s:
                 self._scheduler.cancel_all(CancelCause.SHUTDOWN)
-        self._scheduler.step()
+        began_s = self._clock()
+        if self._scheduler.step():
+            self._step_timer.add(self._clock() - began_s)
         events = self._scheduler.take_events()
         with self._wake:
             self._gate.settle(events)
@@ -287,7 +291,8 @@ class Engine:
 
     def _describe(self) -> Snapshot:
         queue_limit = self._gate.max_requests
-        return describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
+        now = describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
+        return replace(now, step_times=self._step_timer.times)
 
 
 def _window_pages(plan: MemoryPlan) -> WindowPages | None:

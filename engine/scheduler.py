@@ -130,8 +130,8 @@ class Scheduler:
         for request_id in [*self._rows, *waiting]:
             self.cancel(request_id, cause)
 
-    def step(self) -> None:
-        """Ends what is over, admits what fits and evaluates one batch."""
+    def step(self) -> bool:
+        """Ends what is over, admits what fits and evaluates one batch; False if there was none."""
         now_s = self._parts.clock()
         self._expire(now_s)
         self._erasures.run()
@@ -143,8 +143,10 @@ class Scheduler:
             max_decodes=runner.max_decodes,
             chunk_tokens=min(self._parts.chunk_tokens, runner.max_chunk),
         )
-        if plan is not None:
-            self._evaluate(plan)
+        if plan is None:
+            return False
+        self._evaluate(plan)
+        return True
 
     # Ends of requests.
 

@@ -351,6 +351,22 @@ class Counters:
     compiles: int = 0
 
 
+# Upper bounds of the classes in which step durations are counted, in seconds.
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How long the steps took that ran the model.
+
+    `counts[i]` of them took at most `STEP_BOUNDS_S[i]` and more than the bound before; the last
+    count is of those above every bound.
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS_S) + 1)
+    total_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What lists and metrics read; published whole after each step, never changed."""
@@ -361,6 +377,7 @@ class Snapshot:
     queued: int
     queue_limit: int
     counters: Counters
+    step_times: StepTimes = field(default_factory=StepTimes)
 
 
 @dataclass(frozen=True)

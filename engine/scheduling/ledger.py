@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from engine.errors import DeadlineExceeded, ShuttingDown
 from engine.generation import Ending
 from engine.scheduling.row import Arrival, Row
 from engine.types import (
@@ -139,9 +140,15 @@ class Ledger:
         self._count(requests_finished=1)
 
     def failed(self, request: Request, error: Exception, row: Row | None) -> None:
-        """Reports a failure; `row` is what the request had done, None if it never started."""
+        """Reports a failure; `row` is what the request had done, None if it never started.
+
+        A deadline and the server's end are nobody's fault: they count as cancellations.
+        """
         self._send(request.request_id, Failed(error))
-        self._count(requests_failed=1)
+        if isinstance(error, DeadlineExceeded | ShuttingDown):
+            self._count(requests_cancelled=1)
+        else:
+            self._count(requests_failed=1)
         self._count_times(row)
 
     def cancelled(self, request: Request, cause: CancelCause, row: Row | None) -> None:

@@ -408,6 +408,8 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
         assert isinstance(error, DeadlineExceeded)
         assert str(error) == "the deadline of 1.500 s passed"
     drive.rest()
+    counters = drive.engine.snapshot().counters
+    assert (counters.requests_cancelled, counters.requests_failed) == (2, 0)
 
 
 def test_a_deadline_in_the_past_never_runs() -> None:
