@@ -111,8 +111,8 @@ def hashed_logits(history: Sequence[int], vocab_size: int) -> FloatArray:
 
 def model_logits(history: Sequence[int], vocab_size: int, window: int | None = None) -> FloatArray:
     """What `FakeRunner` answers to a sequence evaluated alone; with a window, it looks there too."""
-    recent = [] if window is None else history[-window:]
-    return hashed_logits([*history, *recent], vocab_size)
+    recent = () if window is None else history[-window:]
+    return hashed_logits((*history, *recent), vocab_size)
 
 
 def scripted(answer: Sequence[int], prompt_tokens: int) -> Callable[[Sequence[int]], int]:

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine.step import SequenceWork, StepBatch
+from engine.step import PoolLost, SequenceWork, StepBatch
 from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits
 
 
-def work(tokens: Sequence[int], pages: Sequence[int], start: int = 0) -> SequenceWork:
-    return SequenceWork(tokens=tokens, start=start, pages=pages, wants_logits=True)
+def work(
+    tokens: Sequence[int],
+    pages: Sequence[int],
+    start: int = 0,
+    *,
+    window_pages: Sequence[int] = (),
+    wants_logits: bool = True,
+) -> SequenceWork:
+    return SequenceWork(tokens, start, pages, wants_logits, window_pages)
 
 
 def run(runner: FakeRunner, *decodes: SequenceWork, chunk: SequenceWork | None = None) -> None:
@@ -55,6 +62,57 @@ def test_a_failed_step_spoils_its_pages() -> None:
         run(runner, work([7], [1, 2], start=2))
     with pytest.raises(AssertionError, match="never written"):
         run(runner, work([7], [1, 2], start=2))
+
+
+def test_a_lost_pool_spoils_every_page() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6], [1]))
+    runner.fail_with = PoolLost()
+    with pytest.raises(PoolLost):
+        run(runner, work([7], [2]))
+    with pytest.raises(AssertionError, match="never written"):
+        run(runner, work([7], [1, 2], start=2))
+
+
+# A window of 3 tokens on pages of 2.
+
+
+def windowed() -> FakeRunner:
+    runner = FakeRunner(8, page_tokens=2, window=3, num_window_pages=8)
+    run(runner, chunk=work([5, 6, 7, 8, 9], [1, 2, 3], window_pages=[4, 5, 6]))
+    return runner
+
+
+def test_logits_depend_on_the_window_too() -> None:
+    runner = windowed()
+    (row,) = runner.run(StepBatch((work([3], [1, 2, 3], 5, window_pages=[0, 5, 6]),), None))
+    assert row is not None
+    expected = hashed_logits([5, 6, 7, 8, 9, 3, 8, 9, 3], runner.vocab_size)
+    assert np.array_equal(row.full(), expected)
+
+
+def test_a_page_given_back_inside_the_window_is_a_mistake() -> None:
+    # The token at position 5 sees positions 3 .. 5.
+    with pytest.raises(AssertionError, match="inside the window was given back"):
+        run(windowed(), work([3], [1, 2, 3], 5, window_pages=[0, 0, 6]))
+
+
+@pytest.mark.parametrize("wants_logits", [True, False])
+def test_a_wrong_window_table_is_a_mistake(wants_logits: bool) -> None:
+    wrong = work([3, 3], [1, 2, 3, 4], 5, window_pages=[4, 4, 6, 7], wants_logits=wants_logits)
+    with pytest.raises(AssertionError, match="two sequences"):
+        run(windowed(), chunk=wrong)
+    wrong = work([3, 3], [1, 2, 3, 4], 5, window_pages=[5, 4, 6, 7], wants_logits=wants_logits)
+    with pytest.raises(AssertionError, match="another sequence's tokens"):
+        run(windowed(), chunk=wrong)
+    wrong = work([3, 3], [1, 2, 3, 4], 5, window_pages=[0, 7, 6, 8], wants_logits=wants_logits)
+    with pytest.raises(AssertionError, match="never written"):
+        run(windowed(), chunk=wrong)
+
+
+def test_window_pages_must_cover_the_tokens() -> None:
+    with pytest.raises(AssertionError):
+        run(windowed(), work([3], [1, 2, 3, 7], 6, window_pages=[4, 5, 6]))
 
 
 def test_text_comes_back_whole() -> None:

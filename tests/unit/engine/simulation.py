@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.failpoints import Failpoints, Site
+from engine.memory.planner import WINDOW_SLACK_TOKENS, plan_memory
 from engine.scheduling.erasing import ErasedSlot
 from engine.types import (
     AdapterScale,
@@ -25,6 +26,7 @@ from engine.types import (
     Failed,
     Finished,
     FinishReason,
+    PoolKind,
     Progress,
     Request,
     SamplingParams,
@@ -32,7 +34,14 @@ from engine.types import (
     Snapshot,
     Started,
 )
-from tests.fakes import FakeClock, FakeRunner, FakeTokenizer, fake_engine, hashed_logits
+from tests.fakes import (
+    FakeClock,
+    FakeTokenizer,
+    fake_engine,
+    fake_shape,
+    fitting_runner,
+    model_logits,
+)
 
 TOKENIZER = FakeTokenizer()
 LIVENESS_STEPS = 1000
@@ -64,8 +73,9 @@ class SoloRun:
 class SoloModel:
     """Cold runs of the fake model, one request alone; continuations are remembered."""
 
-    def __init__(self, context_tokens: int) -> None:
+    def __init__(self, context_tokens: int, window: int | None) -> None:
         self._context_tokens = context_tokens
+        self._window = window
         self._next: dict[tuple[int, ...], int] = {}
 
     def run(self, request: Request) -> SoloRun:
@@ -82,7 +92,7 @@ class SoloModel:
     def _sample(self, history: list[int], request: Request) -> int:
         key = (*history, -1 if request.ignore_eos else -2)
         if key not in self._next:
-            logits = hashed_logits(history, TOKENIZER.vocab_size).copy()
+            logits = model_logits(history, TOKENIZER.vocab_size, self._window)
             if request.ignore_eos:
                 logits[TOKENIZER.eos_token] = float("-inf")
             self._next[key] = int(logits.argmax())
@@ -111,19 +121,18 @@ class Simulation:
         if Site.GROW in self.failpoints.armed:
             self.failpoints.armed[Site.GROW] = 0.25
         self.config, training_tokens = self._draw_config()
+        # A third of all models have sliding windows, some of them wider than any context here.
+        self.window = self.rng.choice([None] * 8 + [1, 3, 8, 20, 200])
         self.lives: dict[str, Life] = {}
         self.seen: Counter[str] = Counter()
         self._erasures: list[Future[ErasedSlot]] = []
         self._slot_tenants: dict[int, str] = {}
         self._is_faulty = True
         self._num_faults = 0
-        kv_pages = self.config.kv_pages or 0
-        self.runner = FakeRunner(
-            kv_pages,
-            self.config.page_tokens,
-            max_decodes=self.rng.randint(1, self.config.num_slots),
-            max_chunk=self.rng.choice([4, 16, 64]),
-        )
+        self.plan = plan_memory(self.config, fake_shape(self.window), training_tokens)
+        self.runner = fitting_runner(self.plan)
+        self.runner.max_decodes = self.rng.randint(1, self.config.num_slots)
+        self.runner.max_chunk = self.rng.choice([4, 16, 64])
         self.engine = fake_engine(
             self._on_events,
             config=self.config,
@@ -131,9 +140,10 @@ class Simulation:
             clock=self.clock,
             failpoints=self.failpoints,
             training_tokens=training_tokens,
+            window=self.window,
         )
-        self.context_tokens = self.engine.snapshot().slots[0].context_tokens
-        self.solo = SoloModel(self.context_tokens)
+        self.context_tokens = self.plan.slot_context_tokens
+        self.solo = SoloModel(self.context_tokens, self.window)
 
     def run(self, num_commands: int) -> None:
         """Lives through the commands, then comes to rest without faults."""
@@ -157,6 +167,7 @@ class Simulation:
             slot_similarity=rng.choice([0.0, 0.1, 0.5]),
             queue_requests=rng.randint(1, 12),
             queue_bytes=rng.choice([1 << 20, 1500]),
+            swa_evict_interval=rng.choice([1, 4, 20, 128]),
         )
         return config, context_tokens
 
@@ -270,9 +281,11 @@ class Simulation:
                 assert deadline_s is None or deadline_s > now_s, "a deadline was missed"
 
     def _check_snapshot(self, now: Snapshot) -> None:
-        (pool,) = now.pools
-        assert pool.free + pool.used + pool.pinned + pool.cached == pool.size
-        assert min(pool.free, pool.used, pool.pinned) >= 0
+        assert [pool.kind for pool in now.pools] == self._pool_kinds()
+        for pool in now.pools:
+            assert pool.free + pool.used + pool.pinned + pool.cached == pool.size
+            assert min(pool.free, pool.used, pool.pinned) >= 0
+            assert now.running or pool.used == 0, "idle means empty"
         assert now.queued <= self.config.queue_requests + self.config.num_slots
         living = sum(life.end is None for life in self.lives.values())
         assert now.running + now.queued == living
@@ -283,8 +296,21 @@ class Simulation:
         counters = now.counters
         ended = counters.requests_finished + counters.requests_failed + counters.requests_cancelled
         assert counters.requests_started == ended + living
-        if not now.running:
-            assert pool.used == 0
+        self._check_windows(now)
+
+    def _pool_kinds(self) -> list[PoolKind]:
+        return [PoolKind.KV] if self.window is None else [PoolKind.KV, PoolKind.SWA]
+
+    def _check_windows(self, now: Snapshot) -> None:
+        """No slot has more than its share of the floor, and an idle one no more than its window."""
+        if self.window is None:
+            return
+        pool = now.pools[1]
+        idle = sum(slot.state is SlotState.IDLE for slot in now.slots)
+        share = pool.floor // self.config.num_slots
+        assert pool.used <= share * (self.config.num_slots - idle)
+        kept = -(-(self.window + WINDOW_SLACK_TOKENS) // pool.unit_tokens) + 1
+        assert pool.pinned <= min(kept, share) * idle
 
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         assert events
@@ -314,8 +340,10 @@ class Simulation:
         assert (started.cached_tokens == 0) == bool(started.no_reuse)
         assert request.cache_prompt or started.cached_tokens == 0
         if started.cached_tokens:
-            self.seen["reused"] += 1
+            self.seen["reused" if self.window is None else "reused:window"] += 1
             assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
+        if "window" in started.no_reuse:
+            self.seen["window_gone"] += 1
         if request.slot_id is None:
             for other in self.lives.values():
                 overtaken = (
@@ -399,7 +427,8 @@ class Simulation:
         self._note_erasures()
         end = self.engine.snapshot()
         self._check_accounts(end)
-        self.seen["preempted"] += end.counters.preemptions
+        preempted = "preempted" if self.window is None else "preempted:window"
+        self.seen[preempted] += end.counters.preemptions
         self.seen["evicted"] += end.counters.evicted_slots
         for site, times in self.failpoints.fired.items():
             self.seen[f"fired:{site.value}"] += times

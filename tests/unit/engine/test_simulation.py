@@ -47,7 +47,10 @@ EVERY_BRANCH = {
     "erase:SLOT_BUSY",
     "erase:NO_SUCH_SLOT",
     "reused",
+    "reused:window",
+    "window_gone",
     "preempted",
+    "preempted:window",
     "evicted",
 }
 

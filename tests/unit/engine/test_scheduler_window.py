@@ -1,0 +1,214 @@
+"""Requests on a model with sliding-window layers. Pages of 4 tokens, a window of 8, slack of 16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engine.types import CancelCause, Cancelled, PoolKind, Request
+from tests.fakes import FakeTokenizer, model_logits
+from tests.unit.engine.drive import Drive
+
+A, B = 67, 68
+WINDOW = 8
+# Positions from n - 24 on are kept: six pages, or seven when the first is kept in part.
+IDLE_PAGES = 7
+
+
+def drive_windows(
+    *, num_slots: int = 2, kv_pages: int = 80, chunk_tokens: int = 16, interval: int = 8
+) -> Drive:
+    return Drive(
+        num_slots=num_slots,
+        context_tokens=128,
+        kv_pages=kv_pages,
+        chunk_tokens=chunk_tokens,
+        window=WINDOW,
+        swa_evict_interval=interval,
+    )
+
+
+def ask(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int | None = 5,
+    *,
+    slot_id: int | None = None,
+) -> Request:
+    return Request(name, tuple(prompt), max_tokens=max_tokens, ignore_eos=True, slot_id=slot_id)
+
+
+def solo(prompt: Sequence[int], count: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        logits = model_logits(history, FakeTokenizer().vocab_size, WINDOW)
+        logits[1] = -np.inf
+        history.append(int(logits.argmax()))
+    return history[len(prompt) :]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "interval"), [(16, 8), (3, 20), (1, 1), (60, 128)])
+def test_chunks_and_trims_do_not_change_the_answer(chunk_tokens: int, interval: int) -> None:
+    drive = drive_windows(chunk_tokens=chunk_tokens, interval=interval)
+    for name, token in (("a", A), ("b", B)):
+        drive.engine.submit(ask(name, [token] * 50, 40))
+    drive.rest()
+    assert drive.tokens("a") == solo([A] * 50, 40)
+    assert drive.tokens("b") == solo([B] * 50, 40)
+
+
+def test_pages_behind_the_window_are_given_back_after_every_chunk() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("a", [A] * 100))
+    used: list[int] = []
+    for _ in range(5):
+        drive.steps()
+        used.append(drive.pool(PoolKind.SWA).used)
+    # After 16, 32, 48, 64 and 80 tokens; kept are the positions from n - 24 on.
+    assert used == [4, 6, 6, 6, 6]
+    assert drive.pool(PoolKind.KV).used == 100 // 4 + 1
+
+
+def test_pages_behind_the_window_are_given_back_every_interval_of_decodes() -> None:
+    drive = drive_windows(interval=8)
+    drive.engine.submit(ask("a", [A] * 32, 40))
+    drive.steps(2)
+    used: list[int] = []
+    for _ in range(17):
+        drive.steps()
+        used.append(drive.pool(PoolKind.SWA).used)
+    # Grows by a page every 4 tokens, from the trim at 32 tokens to those at 40 and 48.
+    assert used == [7, 7, 7, 7, 8, 8, 8, 6, 7, 7, 7, 7, 8, 8, 8, 6, 7]
+
+
+def test_both_pools_are_listed_with_their_numbers() -> None:
+    drive = drive_windows()
+    kv, swa = drive.engine.snapshot().pools
+    assert (kv.kind, swa.kind) == (PoolKind.KV, PoolKind.SWA)
+    # Per slot ceil((8 + 16 + max(8, 16)) / 4) + 1 pages.
+    assert (swa.size, swa.floor, swa.ceiling, swa.free) == (22, 22, 22, 22)
+    # One layer of the fake model's three, two heads of 8 + 8 in f16.
+    assert (swa.unit_tokens, swa.unit_bytes) == (4, 4 * 2 * 16 * 2)
+    assert kv.unit_bytes == 2 * swa.unit_bytes
+
+
+def test_an_idle_slot_keeps_its_window_and_the_slack() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("a", [A] * 90, 20))
+    drive.rest()
+    swa = drive.pool(PoolKind.SWA)
+    # 109 tokens: positions from 85 on.
+    assert swa.pinned == 28 - 85 // 4 == IDLE_PAGES
+    assert swa.free == swa.size - IDLE_PAGES
+
+
+def test_the_same_prompt_again_is_reused_within_the_slack() -> None:
+    drive = drive_windows()
+    for name in ("cold", "warm"):
+        drive.engine.submit(ask(name, [A] * 60, 17))
+        drive.rest()
+    assert drive.started("warm").cached_tokens == 59
+    assert drive.started("warm").no_reuse == ""
+    assert drive.tokens("warm") == drive.tokens("cold") == solo([A] * 60, 17)
+
+
+def test_the_same_prompt_after_a_long_answer_starts_again_and_says_why() -> None:
+    drive = drive_windows()
+    for name in ("cold", "again"):
+        drive.engine.submit(ask(name, [A] * 60, 40))
+        drive.rest()
+    started = drive.started("again")
+    assert started.slot_id == drive.started("cold").slot_id
+    assert (started.cached_tokens, started.no_reuse) == (
+        0,
+        "the window before token 59 is no longer held",
+    )
+    assert drive.tokens("again") == drive.tokens("cold")
+    counters = drive.engine.snapshot().counters
+    assert (counters.prompt_tokens_cached, counters.prompt_tokens_evaluated) == (0, 120)
+
+
+def test_a_conversation_continues_after_a_long_answer() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("first", [A] * 40, 40))
+    drive.rest()
+    turn = [*[A] * 40, *drive.tokens("first"), B, B]
+    drive.engine.submit(ask("second", turn, 20))
+    drive.rest()
+    assert drive.started("second").cached_tokens == 79
+    assert drive.tokens("second") == solo(turn, 20)
+
+
+def test_a_cancel_in_mid_prefill_keeps_a_window_to_go_on_from() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("a", [A] * 100))
+    drive.steps(4)
+    drive.engine.cancel("a", CancelCause.CLIENT)
+    drive.rest()
+    assert drive.end("a") == Cancelled(CancelCause.CLIENT)
+    assert drive.pool(PoolKind.SWA).pinned == 6
+    drive.engine.submit(ask("b", [A] * 100))
+    drive.rest()
+    assert drive.started("b").cached_tokens == 64
+    assert drive.tokens("b") == solo([A] * 100, 5)
+
+
+def test_a_preempted_request_fills_its_window_again() -> None:
+    drive = drive_windows(kv_pages=26)
+    for name, token in (("older", A), ("younger", B)):
+        drive.engine.submit(ask(name, [token] * 40, 40))
+    while drive.engine.snapshot().counters.preemptions == 0:
+        drive.steps()
+    share = drive.pool(PoolKind.SWA).floor // 2
+    assert drive.pool(PoolKind.SWA).used <= share
+    assert drive.pool(PoolKind.SWA).pinned == 0
+    drive.rest()
+    assert drive.tokens("older") == solo([A] * 40, 40)
+    assert drive.tokens("younger") == solo([B] * 40, 40)
+
+
+def test_erasing_a_slot_frees_its_window() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("a", [A] * 90, 20))
+    drive.rest()
+    done = drive.engine.erase_slot(1)
+    drive.steps()
+    assert done.result(timeout=0).tokens == 109
+    swa = drive.pool(PoolKind.SWA)
+    assert (swa.free, swa.pinned) == (swa.size, 0)
+
+
+def test_evicting_a_slot_frees_its_window() -> None:
+    drive = drive_windows(kv_pages=26)
+    drive.engine.submit(ask("old", [A] * 60, 2, slot_id=0))
+    drive.rest()
+    drive.engine.submit(ask("new", [B] * 90, 2, slot_id=1))
+    drive.rest()
+    assert drive.engine.snapshot().counters.evicted_slots == 1
+    assert drive.engine.snapshot().slots[0].held_tokens == 0
+    # 91 tokens: positions from 67 on.
+    assert drive.pool(PoolKind.SWA).pinned == 23 - 67 // 4
+
+
+def test_a_failed_step_frees_the_windows_of_its_rows() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("a", [A] * 60))
+    drive.steps(2)
+    drive.runner.fail_with = MemoryError("out of memory")
+    drive.steps()
+    swa = drive.pool(PoolKind.SWA)
+    assert (swa.free, swa.used, swa.pinned) == (swa.size, 0, 0)
+    drive.engine.submit(ask("b", [A] * 60))
+    drive.rest()
+    assert drive.tokens("b") == solo([A] * 60, 5)
+
+
+def test_many_long_prompts_at_once_fit_in_the_floor() -> None:
+    drive = drive_windows(num_slots=6, kv_pages=200)
+    for i in range(6):
+        drive.engine.submit(ask(f"r{i}", [A + i] * 90, 30))
+    drive.rest()
+    for i in range(6):
+        assert drive.tokens(f"r{i}") == solo([A + i] * 90, 30)
