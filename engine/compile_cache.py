@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def enable_compile_cache(folder: str) -> str:
     Raises:
         OSError: It cannot be made.
     """
-    path = Path(folder).expanduser() / _machine_key()
+    path = Path(folder).expanduser() / _this_machine()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.chmod(path, 0o700)
     jax.config.update("jax_compilation_cache_dir", str(path))
@@ -34,16 +35,26 @@ def enable_compile_cache(folder: str) -> str:
     return str(path)
 
 
-def _machine_key() -> str:
-    features = hashlib.sha256(_processor_features().encode()).hexdigest()[:12]
-    return f"jax-{version('jax')}-{version('jaxlib')}-{platform.machine()}-{features}"
+def machine_key(versions: Sequence[str], machine: str, features: str) -> str:
+    """Names the folder of some versions of jax on one kind of processor."""
+    digest = hashlib.sha256(features.encode()).hexdigest()[:12]
+    return "-".join(["jax", *versions, machine, digest])
 
 
-def _processor_features() -> str:
-    """The processor's flags where the kernel tells them, else its name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+def processor_features(cpuinfo: str) -> str:
+    """The processor's flags out of the text of /proc/cpuinfo; "" where there are none.
+
+    Cores of different kinds count with all their flags; clock speeds and the like do not count.
+    """
+    lines = cpuinfo.splitlines()
     flags = {line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))}
-    return " ".join(sorted(flags)) or platform.processor()
+    return " ".join(sorted(flags))
+
+
+def _this_machine() -> str:
+    versions = (version("jax"), version("jaxlib"))
+    try:
+        features = processor_features(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        features = ""
+    return machine_key(versions, platform.machine(), features or platform.processor())

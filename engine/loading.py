@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from engine.text.load import load_tokenizer
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.types import EngineConfig, EventSink, Request
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def load_engine(
     """
     report = progress or _ignore
     if config.compile_cache:
-        enable_compile_cache(config.compile_cache)
+        _keep_programs(config.compile_cache)
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
         hints = read_sampling(file.metadata)
@@ -100,6 +103,8 @@ def load_engine(
             weights = load_weights(
                 spec, file, lambda done, total: report(LoadProgress("weights", done, total))
             )
+            if tokenizing.done():
+                tokenizing.result()  # a refusal need not wait for the compiler
             runner = JaxRunner(spec, weights, _runner_config(config, plan))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer = tokenizing.result()
@@ -112,6 +117,14 @@ def load_engine(
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
     return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan)
+
+
+def _keep_programs(folder: str) -> None:
+    try:
+        enable_compile_cache(folder)
+    except OSError as error:
+        # A read-only home costs time at each start, not the start.
+        _log.warning("compiled programs are not kept: %s", error)
 
 
 def _ignore(_: LoadProgress) -> None:

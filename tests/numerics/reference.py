@@ -40,10 +40,12 @@ class ReferenceLlama:
         logits = logits - logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` most probable tokens that follow, one after another."""
+    def greedy(self, tokens: list[int], count: int, banned: frozenset[int]) -> list[int]:
+        """The `count` most probable tokens that follow, one after another, and are not banned."""
         for _ in range(count):
-            tokens = [*tokens, int(self.logprobs(tokens)[-1].argmax())]
+            following = self.logprobs(tokens)[-1]
+            following[list(banned)] = -np.inf
+            tokens = [*tokens, int(following.argmax())]
         return tokens[-count:]
 
     def _norm(self, x: Float64, name: str) -> Float64:
