@@ -108,10 +108,15 @@ class Bridge:
         """Returns what the last step published, None while there is no model."""
         return self._model.engine.snapshot() if self._model else None
 
-    async def events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Event]]:
+    async def events(
+        self,
+        requests: Sequence[Request],
+        cause: Callable[[], CancelCause] = lambda: CancelCause.CLIENT,
+    ) -> AsyncGenerator[tuple[int, Event]]:
         """Runs the samples of one call and yields (sample, event) until each has finished.
 
-        Closing the generator, for whatever reason, cancels what still runs.
+        Closing the generator, for whatever reason, cancels what still runs; `cause` is then asked
+        for the reason.
 
         Raises:
             EngineError: A sample was refused, failed, expired or was cancelled; the others then
@@ -131,7 +136,7 @@ class Bridge:
         finally:
             stream.is_closed = True
             for request_id in stream.running:
-                engine.cancel(request_id, CancelCause.CLIENT)
+                engine.cancel(request_id, cause())
 
     async def erase(self, slot_id: int, *, fail_if_busy: bool, tenant: str | None) -> ErasedSlot:
         """Empties a slot once no request uses it; giving up the wait leaves it as it is.

@@ -14,6 +14,7 @@ from engine.errors import NotSupported
 from engine.types import Chunk, Event, Finished, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
+from service.deadline import CallDeadline
 from service.metrics import Metrics
 from service.prompt import read_prompt
 from service.validate import check_generate, limits_of
@@ -46,6 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             EngineError: The request was refused or failed.
         """
         model = self._bridge.model
+        deadline = CallDeadline.of(context)
         deadline_s = _deadline(context, model.engine.now_s())
         check_generate(request, limits_of(model))
         _refuse_what_is_missing(request)
@@ -61,9 +63,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         observer = _Observer(record, self._metrics, self._clock, len(requests))
         answer = _Answer(record.request_id, None if prompt.chat is None else prompt.chat.echo)
-        async with aclosing(self._bridge.events(requests)) as events:
+        async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
             async for sample, event in events:
-                observer.see(sample, event)
+                if observer.see(sample, event):
+                    # A client may drop the call as soon as it has the last message.
+                    record.code = "OK"
                 yield answer.message(sample, event)
 
 
@@ -116,8 +120,10 @@ class _Observer:
         self._clock = clock
         self._begun_s = clock()
         self._last_token_s: list[float | None] = [None] * num_samples
+        self._num_left = num_samples
 
-    def see(self, sample: int, event: Event) -> None:
+    def see(self, sample: int, event: Event) -> bool:
+        """Takes note of an event; True if it is the last of the call."""
         record = self._record
         match event:
             case Started():
@@ -127,20 +133,23 @@ class _Observer:
                 record.cached_tokens = event.cached_tokens
             case Chunk():
                 record.output_tokens = (record.output_tokens or 0) + 1
-                self._see_token(sample, self._clock())
+                self._see_token(sample, event.decode_s)
             case Finished():
                 record.queue_s = round(event.queue_s, 6)
                 self._metrics.observe_queue(event.queue_s)
+                self._num_left -= 1
             case _:
-                return
+                pass
+        return self._num_left == 0
 
-    def _see_token(self, sample: int, now_s: float) -> None:
+    def _see_token(self, sample: int, decode_s: float) -> None:
+        """The engine's own times: a client that reads slowly does not make tokens late."""
         last_s = self._last_token_s[sample]
-        self._last_token_s[sample] = now_s
+        self._last_token_s[sample] = decode_s
         if last_s is not None:
-            self._metrics.observe_inter_token(now_s - last_s)
+            self._metrics.observe_inter_token(decode_s - last_s)
             return
-        waited_s = now_s - self._begun_s
+        waited_s = self._clock() - self._begun_s
         self._metrics.observe_first_token(waited_s)
         if self._record.ttft_s is None:
             self._record.ttft_s = round(waited_s, 6)

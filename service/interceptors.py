@@ -26,6 +26,7 @@ from grpc_status import rpc_status
 
 from engine.errors import EngineError, InvalidField
 from service import telemetry
+from service.deadline import CallDeadline
 from service.errors import (
     ERROR_TABLE,
     AdminOnly,
@@ -88,20 +89,19 @@ class Telemetry(grpc.aio.ServerInterceptor):
         self, inner: Behaviour, record: telemetry.RpcRecord, started_s: float
     ) -> Behaviour:
         async def measured(request: Any, context: Context) -> Any:
+            deadline = CallDeadline.of(context, self._clock)
             try:
                 response = await inner(request, context)
                 record.code = "OK"
                 return response
             finally:
-                self._finish(record, context, started_s)
+                record.code = _code_of(record, context, deadline)
+                self._finish(record, started_s)
 
         return measured
 
-    def _finish(self, record: telemetry.RpcRecord, context: Context, started_s: float) -> None:
-        if record.code is None:
-            code = cast("object", context.code())
-            # Only the fence sets a code; a call that ends without one was left by its client.
-            record.code = code.name if isinstance(code, grpc.StatusCode) else "CANCELLED"
+    def _finish(self, record: telemetry.RpcRecord, started_s: float) -> None:
+        assert record.code is not None
         record.duration_s = round(self._clock() - started_s, 6)
         self._metrics.observe_rpc(record.rpc, record.code, record.duration_s)
         _REQUESTS.info("call", extra={"fields": record.fields()})
@@ -233,6 +233,16 @@ def _as_it_is(request: Any) -> Any:
 
 async def _announce(context: Context) -> None:
     await context.send_initial_metadata((("x-request-id", telemetry.current().request_id),))
+
+
+def _code_of(record: telemetry.RpcRecord, context: Context, deadline: CallDeadline) -> str:
+    """How a call ended: what the fence says, else what the servicer says, else by its client."""
+    code = cast("object", context.code())
+    if isinstance(code, grpc.StatusCode) and code is not grpc.StatusCode.OK:
+        return code.name
+    if record.code is not None:
+        return record.code
+    return "DEADLINE_EXCEEDED" if deadline.has_rung else "CANCELLED"
 
 
 def _refusing(error: EngineError) -> Behaviour:

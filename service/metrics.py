@@ -7,8 +7,11 @@ closed sets; no label ever holds anything that a caller wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from types import TracebackType
 
 from prometheus_client import (
@@ -19,11 +22,19 @@ from prometheus_client import (
     ProcessCollector,
     start_http_server,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from engine.types import CancelCause, Counters, PoolInfo, Snapshot
+from engine.errors import EngineError
+from engine.types import STEP_BOUNDS_S, CancelCause, Counters, PoolInfo, Snapshot, StepTimes
 
+# What slots can be asked to do in this build.
+_SLOT_OPS = ("erase",)
 _SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LONG_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -50,6 +61,18 @@ class Metrics:
             "time_to_first_token", "Call to its first token.", _LONG_BUCKETS
         )
         self._inter_token = self._histogram("inter_token", "Token to token.", _SHORT_BUCKETS)
+        self._loop_lag = self._histogram("loop_lag", "Lateness of the event loop.", _SHORT_BUCKETS)
+        self._slot_times = self._histogram(
+            "slot_op", "One operation on a slot, whole.", _LONG_BUCKETS, ["op"]
+        )
+        self._slot_ops = Counter(
+            "kvarts_slot_ops",
+            "Operations on slots by result: ok, cancelled, or the error's reason.",
+            ["op", "result"],
+            registry=self.registry,
+        )
+        for op in _SLOT_OPS:
+            self._slot_ops.labels(op, "ok")
 
     def observe_rpc(self, rpc: str, code: str, duration_s: float) -> None:
         """Counts one call that ended with the status named `code`."""
@@ -67,6 +90,25 @@ class Metrics:
     def observe_inter_token(self, gap_s: float) -> None:
         """Counts the time between two tokens of one generation."""
         self._inter_token.observe(gap_s)
+
+    def observe_loop_lag(self, lag_s: float) -> None:
+        """Counts by how much the event loop woke up too late."""
+        self._loop_lag.observe(lag_s)
+
+    @contextmanager
+    def slot_op(self, op: str) -> Generator[None]:
+        """Times and counts what is done inside, an operation on a slot."""
+        began_s = time.monotonic()
+        result = "cancelled"
+        try:
+            yield
+            result = "ok"
+        except EngineError as error:
+            result = error.reason
+            raise
+        finally:
+            self._slot_ops.labels(op, result).inc()
+            self._slot_times.labels(op).observe(time.monotonic() - began_s)
 
     def count_cancelled(self, cause: CancelCause) -> None:
         """Counts one generation that the engine ended early."""
@@ -96,6 +138,8 @@ class EngineCollector(Collector):
         yield from _counter_families(snapshot.counters)
         yield _gauge("requests_running", "Generations in a slot.", snapshot.running)
         yield _gauge("requests_queued", "Generations that wait.", snapshot.queued)
+        yield _gauge("adapters_loaded", "Adapters loaded.", 0)
+        yield _step_family(snapshot.step_times)
         yield from _pool_families(snapshot.pools)
 
 
@@ -157,6 +201,18 @@ def _counter_families(counters: Counters) -> Iterable[Metric]:
     yield _counter("preemptions", "Rows put back in the queue.", counters.preemptions)
     yield _counter("evicted_slots", "Idle slots emptied for room.", counters.evicted_slots)
     yield _counter("compiles", "Programs compiled.", counters.compiles)
+
+
+def _step_family(times: StepTimes) -> HistogramMetricFamily:
+    """Prometheus adds each class to those above it."""
+    bounds = [*(repr(bound) for bound in STEP_BOUNDS_S), "+Inf"]
+    totals = accumulate(times.counts)
+    return HistogramMetricFamily(
+        "kvarts_step_seconds",
+        "Engine steps that ran the model.",
+        buckets=list(zip(bounds, totals, strict=True)),
+        sum_value=times.total_s,
+    )
 
 
 def _pool_families(pools: Iterable[PoolInfo]) -> Iterable[Metric]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +43,7 @@ from service.generation import GenerationServicer
 from service.interceptors import Auth, Fence, Telemetry
 from service.keys import KeyRing
 from service.loaded import LoadedModel, LoadModel
+from service.loop_lag import watch_loop_lag
 from service.lora import LoraServicer
 from service.metrics import Metrics, MetricsServer
 from service.model import ModelServicer
@@ -115,6 +116,7 @@ class Server:
         self._add_servicers()
         self._bind()
         await self._grpc.start()
+        self._spawn(watch_loop_lag(self._metrics.observe_loop_lag))
 
     async def load(self, load_model: LoadModel) -> None:
         """Builds the model on a thread of its own, then is ready.
@@ -135,12 +137,19 @@ class Server:
         await self._health.enter_graceful_shutdown()
         await self._bridge.stop(max(0.0, timeout_s - _FLUSH_S))
         await self._grpc.stop(min(timeout_s, _FLUSH_S))
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         self._closing.close()
 
     def _on_fault(self, fault: BaseException) -> None:
         """The engine is gone for good: neither ready nor alive, so that a supervisor restarts."""
         _LOG.critical("the engine thread died: %s", type(fault).__name__)
-        task = asyncio.get_running_loop().create_task(self._report_death())
+        self._spawn(self._report_death())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something until it is done or the server stops."""
+        task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -158,7 +167,7 @@ class Server:
         )
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(bridge), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(bridge), server)
-        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge), server)
+        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraServicer(bridge), server)
         rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(RebuildServicer(bridge), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -11,6 +11,7 @@ from service.bridge import Bridge
 from service.convert import from_slot
 from service.errors import SlotSaveDisabled
 from service.faults import Faults
+from service.metrics import Metrics
 from service.validate import check_filename, check_page, check_save, check_slot_id, limits_of
 
 ListRequest = slot_pb2.ListSlotsRequest
@@ -30,8 +31,9 @@ DeleteResponse = slot_pb2.DeleteSlotFileResponse
 class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
     """Speaks for the engine's slots."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, metrics: Metrics) -> None:
         self._bridge = bridge
+        self._metrics = metrics
 
     async def ListSlots(
         self, request: ListRequest, context: grpc.aio.ServicerContext[ListRequest, ListResponse]
@@ -51,15 +53,16 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        _ = self._bridge.model
-        faults = Faults()
-        check_slot_id(faults, request)
-        faults.raise_if_any()
-        erased = await self._bridge.erase(
-            request.slot_id,
-            fail_if_busy=request.fail_if_busy,
-            tenant=telemetry.current().tenant,
-        )
+        with self._metrics.slot_op("erase"):
+            _ = self._bridge.model
+            faults = Faults()
+            check_slot_id(faults, request)
+            faults.raise_if_any()
+            erased = await self._bridge.erase(
+                request.slot_id,
+                fail_if_busy=request.fail_if_busy,
+                tenant=telemetry.current().tenant,
+            )
         return EraseResponse(
             slot_id=erased.slot_id, erased_tokens=erased.tokens, freed_pages=erased.pages
         )

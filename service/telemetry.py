@@ -23,7 +23,8 @@ class RpcRecord:
     """One RPC as its log line shows it; a field that stays None is left out.
 
     `rpc` is `Service/Method`, `tenant` the hash of a key (empty with a single tenant), durations
-    are seconds on a monotonic clock.
+    are seconds on a monotonic clock. A servicer sets `code` to OK as soon as the answer is whole:
+    a client that goes away then has been served.
     """
 
     rpc: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -269,43 +268,6 @@ async def test_pools_are_shown() -> None:
     assert pool.unit_tokens == 16
     assert reply.budget_bytes == 9 * pool.unit_bytes
     assert reply.state == rebuild_pb2.REBUILD_STATE_SERVING
-
-
-async def scrape(it: Serving) -> dict[str, float]:
-    def read() -> str:
-        url = f"http://127.0.0.1:{it.server.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            return reply.read().decode()
-
-    lines = (await asyncio.to_thread(read)).splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-    return {name: float(value) for name, value in pairs}
-
-
-async def test_metrics_agree_with_what_clients_saw() -> None:
-    async with serving(metrics_port=0) as it:
-        for _ in range(2):
-            await it.collect(GenerateRequest(text="abc", max_tokens=3))
-        await failure(it.collect(GenerateRequest(text="x", n_keep=-2)))
-        call = it.generation.Generate(GenerateRequest(text="abc", ignore_eos=True))
-        await call.read()
-        call.cancel()
-        await it.commanded("cancel")
-        await it.collect(GenerateRequest(text="abc", max_tokens=1))
-        first, second = await scrape(it), await scrape(it)
-    generate = 'kvarts_requests_total{code="%s",rpc="GenerationService/Generate"}'
-    assert first[generate % "OK"] == 3
-    assert first[generate % "INVALID_ARGUMENT"] == 1
-    assert first[generate % "CANCELLED"] == 1
-    assert first['kvarts_cancelled_total{cause="client"}'] == 1
-    assert first['kvarts_generations_total{outcome="finished"}'] == 3
-    assert first['kvarts_generations_total{outcome="cancelled"}'] == 1
-    assert first["kvarts_requests_running"] == 0
-    assert first["kvarts_time_to_first_token_seconds_count"] >= 3
-    moving = ("process_", "python_")
-    assert {k: v for k, v in first.items() if not k.startswith(moving)} == {
-        k: v for k, v in second.items() if not k.startswith(moving)
-    }
 
 
 async def test_each_call_has_one_log_line_without_its_content(
