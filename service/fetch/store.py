@@ -5,14 +5,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from service.fetch.errors import FetchError
-
-_CHUNK_BYTES = 1 << 20
 
 # Told the bytes done and the bytes in all (None: unknown).
 Progress = Callable[[int, int | None], None]
@@ -38,8 +35,10 @@ def exclusive(target: Path, waiting: Callable[[], None]) -> Generator[None]:
         yield
 
 
-def place(source: BinaryIO, target: Path, *, sha256: str, size: int, progress: Progress) -> None:
-    """Copies `source` to `target` by way of a temporary file, if it has that size and hash.
+def place(
+    pieces: Iterable[bytes], target: Path, *, sha256: str, size: int, progress: Progress
+) -> None:
+    """Writes `pieces` to `target` by way of a temporary file, if all have that size and hash.
 
     Raises:
         FetchError: the content is not what it should be, or cannot be written.
@@ -49,12 +48,12 @@ def place(source: BinaryIO, target: Path, *, sha256: str, size: int, progress: P
     done = 0
     try:
         with open(part, "wb") as out:
-            while chunk := source.read(_CHUNK_BYTES):
-                done += len(chunk)
+            for piece in pieces:
+                done += len(piece)
                 if done > size:
                     break
-                digest.update(chunk)
-                out.write(chunk)
+                digest.update(piece)
+                out.write(piece)
                 progress(done, size)
             out.flush()
             os.fsync(out.fileno())

