@@ -29,8 +29,8 @@ def main() -> int:
         started_s = time.monotonic()
         verdict, detail = _judge(golden)
         counts[verdict] += 1
-        took = f" ({time.monotonic() - started_s:.1f} s)" if verdict == "passed" else ""
-        print(f"{verdict:11} {golden.name}{took}{detail}", flush=True)
+        took_s = time.monotonic() - started_s
+        print(f"{verdict:11} {golden.name} ({took_s:.1f} s): {detail}", flush=True)
     print(
         f"accept: {counts['passed']} passed, {counts['failed']} failed, "
         f"{counts['unsupported']} unsupported"
@@ -40,15 +40,14 @@ def main() -> int:
 
 def _judge(golden: Golden) -> tuple[str, str]:
     try:
-        golden.check()
+        return "passed", golden.check()
     except Unsupported as reason:
-        return "unsupported", f": {reason}"
+        return "unsupported", str(reason)
     except Failure as failure:
-        return "failed", f": {failure}"
+        return "failed", str(failure)
     # A crash in one file is that file's failure; the others are still worth knowing.
     except Exception:
-        return "failed", f":\n{traceback.format_exc()}"
-    return "passed", ""
+        return "failed", traceback.format_exc()
 
 
 if __name__ == "__main__":

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tests.accept.divergence import check_divergence
 from tests.accept.greedy import check_greedy
 from tests.accept.models import Models
 from tests.accept.outcome import Unsupported
+from tests.accept.recordings import check_recording
 from tests.accept.tokens import check_tokenize, check_vocab
 
 
 @dataclass(frozen=True)
 class Golden:
-    """One file, by its path below the folder."""
+    """One file, by its path below the folder; `check` returns what is worth saying beside it."""
 
     name: str
-    check: Callable[[], None]
+    check: Callable[[], str]
 
 
 def find_goldens(folder: Path) -> Iterator[Golden]:
@@ -31,16 +33,18 @@ def find_goldens(folder: Path) -> Iterator[Golden]:
         yield Golden(path.relative_to(folder).as_posix(), lambda path=path: check_vocab(path))
 
 
-def _json_check(path: Path, models: Models) -> Callable[[], None]:
-    def check() -> None:
+def _json_check(path: Path, models: Models) -> Callable[[], str]:
+    def check() -> str:
         golden = cast("dict[str, Any]", json.loads(path.read_bytes()))
         match golden:
             case {"exchanges": _}:
-                raise Unsupported("HTTP recordings are not replayed")
+                return check_recording(path.stem, golden, models)
             case {"cases": _}:
-                check_greedy(golden, models)
+                return check_greedy(golden, models)
             case {"rows": _}:
-                check_tokenize(golden, models)
+                return check_tokenize(golden, models)
+            case {"text": _}:
+                return check_divergence(golden, path.parent, models)
             case _:
                 raise Unsupported("holds figures, not answers")
 

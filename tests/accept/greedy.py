@@ -52,8 +52,8 @@ class Inbox:
             self.events.put(event)
 
 
-def check_greedy(golden: Mapping[str, Any], models: Models) -> None:
-    """Runs every case of a file.
+def check_greedy(golden: Mapping[str, Any], models: Models) -> str:
+    """Runs every case of a file; returns how many those are.
 
     Raises:
         Unsupported: the model is not one that this build runs.
@@ -73,6 +73,7 @@ def check_greedy(golden: Mapping[str, Any], models: Models) -> None:
             _check_case(golden, case, loaded, inbox, tolerance(loaded.facts.architecture, model))
     finally:
         loaded.engine.stop()
+    return f"{len(golden['cases'])} cases"
 
 
 def tolerance(architecture: str, model: Model) -> float:

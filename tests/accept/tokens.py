@@ -21,8 +21,11 @@ from tests.accept.outcome import Failure, Unsupported
 _SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
-def check_tokenize(golden: Mapping[str, Any], models: Models) -> None:
+def check_tokenize(golden: Mapping[str, Any], models: Models) -> str:
     """Checks rows of text, ids with either flag on or off, and the text that they become again.
+
+    Returns:
+        How many rows those are.
 
     Raises:
         Unsupported: the vocabulary is not one that this build reads.
@@ -39,10 +42,11 @@ def check_tokenize(golden: Mapping[str, Any], models: Models) -> None:
                 if expected is not None:
                     text = tokenizer.decode(ids, render_special=True).decode("utf-8", "replace")
                     _expect(f"row {number}, {key}, back to text", text, expected)
+    return f"{len(golden['rows'])} rows"
 
 
-def check_vocab(packed: Path) -> None:
-    """Checks a packed vocabulary against the texts and ids beside it.
+def check_vocab(packed: Path) -> str:
+    """Checks a packed vocabulary against the texts and ids beside it; returns how many those are.
 
     Raises:
         Unsupported: the vocabulary is not one that this build reads.
@@ -63,6 +67,7 @@ def check_vocab(packed: Path) -> None:
     for number, (text, line) in enumerate(zip(texts, lines, strict=True)):
         ids = tokenizer.encode(text, add_special=False, parse_special=False)
         _expect(f"text {number}", ids, [int(word) for word in line.split()])
+    return f"{len(texts)} texts"
 
 
 def _open(path: Path) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from engine.types import FinishReason
 from tests.accept import __main__ as accept
 from tests.accept.greedy import Answer, compare, tolerance
 from tests.accept.models import Model
-from tests.accept.outcome import Failure
+from tests.accept.outcome import Failure, Unsupported
+from tests.accept.recordings import judge, report
+from tests.golden.replay import Result
 
 _LIMIT = 1e-3
 
@@ -91,6 +94,34 @@ def test_tolerance(architecture: str, is_real: bool, limit: float) -> None:
     assert tolerance(architecture, Model(Path("x"), is_real)) == limit
 
 
+def test_exchanges_are_excused_by_name_and_needless_excuses_are_told() -> None:
+    results = [Result("plain", []), Result("tool", ["status: 501 instead of 200", "more"])]
+    verdict = judge(results, {"tool": "tools", "plain": "grammars", "gone": "tools"})
+    assert (verdict.passed, verdict.failed) == ([], {})
+    assert verdict.excused == {"tool": "tools"}
+    assert verdict.needless == ["plain", "gone"]
+
+
+def test_a_group_with_excused_exchanges_passes_and_says_so() -> None:
+    results = [Result("plain", []), Result("tool", ["status"]), Result("other", [])]
+    verdict = judge(results, {"tool": "tools", "other": "tools"})
+    assert report(verdict) == "1 exchanges, 1 excused; excused in vain: other"
+
+
+def test_a_group_of_excused_exchanges_alone_is_unsupported() -> None:
+    results = [Result("one", ["status"]), Result("two", ["status"])]
+    with pytest.raises(Unsupported, match=r"^tools$"):
+        report(judge(results, {"one": "tools", "two": "tools"}))
+
+
+def test_a_differing_exchange_fails_its_group_with_the_first_difference() -> None:
+    results = [Result("plain", []), Result("stop", ["response.id: 1 instead of 0", "more"])]
+    with pytest.raises(
+        Failure, match=r"1 exchanges differ\n    stop: response.id: 1 instead of 0$"
+    ):
+        report(judge(results, {"other group's": "tools"}))
+
+
 def _run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("sys.argv", ["accept", str(folder)])
     return accept.main()
@@ -101,15 +132,18 @@ def test_unsupported_files_are_listed_and_broken_ones_fail(
 ) -> None:
     goldens = tmp_path / "goldens" / "http"
     goldens.mkdir(parents=True)
-    (goldens / "a.json").write_text(json.dumps({"server": {}, "exchanges": []}))
+    server: dict[str, Any] = {"model": "none.gguf", "args": []}
+    (goldens / "a.json").write_text(json.dumps({"server": server, "exchanges": []}))
     (goldens / "b.json").write_text("{")
     (goldens / "c.json").write_text(json.dumps({"model": "none.gguf", "cases": []}))
+    (goldens / "d.json").write_text(json.dumps({"figures": []}))
     assert _run(tmp_path, monkeypatch) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "unsupported goldens/http/a.json: HTTP recordings are not replayed"
-    assert lines[1] == "failed      goldens/http/b.json:"
-    assert "unsupported goldens/http/c.json: its model none.gguf is not here" in lines
-    assert lines[-1] == "accept: 0 passed, 1 failed, 2 unsupported"
+    lines = [re.sub(r"\d+\.\d s", "0 s", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "unsupported goldens/http/a.json (0 s): its model none.gguf is not here"
+    assert lines[1] == "failed      goldens/http/b.json (0 s): Traceback (most recent call last):"
+    assert "unsupported goldens/http/c.json (0 s): its model none.gguf is not here" in lines
+    assert "unsupported goldens/http/d.json (0 s): holds figures, not answers" in lines
+    assert lines[-1] == "accept: 0 passed, 1 failed, 3 unsupported"
 
 
 def test_a_damaged_vocabulary_fails_alone(
