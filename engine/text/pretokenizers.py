@@ -60,7 +60,9 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _WORD_WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _OTHERS_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_NEWLINES = r"\s*[\r\n]+"
+# Blanks up to the last newline among them. The plain `\s*[\r\n]+` gives back one blank at a time
+# where there is none, and the engine panics on more than ten million such steps.
+_NEWLINES = r"(?:[^\S\r\n]*+[\r\n]++)++"
 _BLANKS = r"\s+(?!\S)|\s+"
 _ASCII_MARK = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _KANJI_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
@@ -75,19 +77,23 @@ _PUNCTUATED = (
 )
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
-# Words that begin with capitals: letters but a-z, then letters but A-Z (either part may be empty).
-_UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
-_UPPER_MARKS, _LOWER_MARKS = r"[[\p{L}\p{M}]&&[^a-z]]", r"[[\p{L}\p{M}]&&[^A-Z]]"
 
+def _cased(letters: str, ending: str) -> str:
+    """Words of letters but a-z, then letters but A-Z, where either part may be empty.
 
-def _cased(upper: str, lower: str, ending: str) -> str:
+    Written so that nothing is given back: up to the first small letter and on from there; else up
+    to the last letter that is neither; else capitals alone.
+    """
     lead = r"[^\r\n\p{L}\p{N}]?"
-    return f"{lead}{upper}*{lower}+{ending}|{lead}{upper}+{lower}*{ending}"
+    upper, lower, caseless = (f"[{letters}&&[^{case}]]" for case in ("a-z", "A-Z", "A-Za-z"))
+    return (
+        f"{lead}(?:{upper}*+[a-z]{lower}*+|(?:[A-Z]*+{caseless})++){ending}|{lead}[A-Z]++{ending}"
+    )
 
 
 _GPT4O = "|".join(
     (
-        _cased(_UPPER, _LOWER, f"(?:{_CONTRACTION})?"),
+        _cased(r"\p{L}", f"(?:{_CONTRACTION})?"),
         r"\p{N}{1,3}",
         _OTHERS_OR_SLASH,
         _NEWLINES,
@@ -96,14 +102,14 @@ _GPT4O = "|".join(
 )
 _GRANITE_MULTILINGUAL = "|".join(
     (
-        _cased(_UPPER_MARKS, _LOWER_MARKS, f"(?:{_CONTRACTION})?"),
+        _cased(r"[\p{L}\p{M}]", f"(?:{_CONTRACTION})?"),
         r"\p{N}{1,3}",
         _OTHERS_OR_SLASH,
         _NEWLINES,
         _BLANKS,
     )
 )
-_TEKKEN = "|".join((_cased(_UPPER, _LOWER, ""), r"\p{N}", _OTHERS_OR_SLASH, _NEWLINES, _BLANKS))
+_TEKKEN = "|".join((_cased(r"\p{L}", ""), r"\p{N}", _OTHERS_OR_SLASH, _NEWLINES, _BLANKS))
 
 # llama.cpp knows no letter case beyond ASCII here, so a word is any run of letters and marks.
 _CASELESS_WORD = rf"{_WORD_WITH_MARKS}(?:{_CONTRACTION})?"
@@ -125,13 +131,13 @@ _KIMI = "|".join(
 
 # Digits in threes from the right; what precedes a number stays with its first group. \G makes
 # every group after the first find its start at once: a look-ahead per group would be quadratic.
-_THREES_FROM_RIGHT = r"\G(?:(?<=\p{N})\p{N}{3}|\P{N}*+\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N})))"
+_THREES_FROM_RIGHT = r"\G(?:(?<=\p{N})\p{N}{3}|\P{N}*+\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N})))"
 # Splits before each group of three ASCII digits and nowhere else, so a word runs from one such
 # point to the next, over whatever numerals of other scripts lie between.
-_TO_NEXT_THREE = r"(?:[^0-9]+[0-9]{0,2}(?=(?:[0-9]{3})*(?![0-9])))*"
+_TO_NEXT_THREE = r"(?:[^0-9]++[0-9]{0,2}(?=(?:[0-9]{3})*+(?![0-9])))*+"
 _BEFORE_THREES = (
     rf"(?!\A)[0-9]{{3}}{_TO_NEXT_THREE}"
-    rf"|\A(?:[0-9]{{1,3}}(?=(?:[0-9]{{3}})*(?![0-9])))?{_TO_NEXT_THREE}"
+    rf"|\A(?:[0-9]{{1,3}}(?=(?:[0-9]{{3}})*+(?![0-9])))?{_TO_NEXT_THREE}"
 )
 
 _DEEPSEEK_LETTERS = (
@@ -177,9 +183,7 @@ _TINY_AYA = PreTokenizer(
         "|".join((_CASELESS_WORD, r"\p{N}{1,3}", _OTHERS_OR_SLASH, _NEWLINES, _BLANKS)),
     )
 )
-_BAILING = PreTokenizer(
-    ("|".join((_CONTRACTION, _WORD, r"\p{N}", _OTHERS, r"\s*[\r\n]", _BLANKS)),)
-)
+_BAILING = PreTokenizer(("|".join((_CONTRACTION, _WORD, r"\p{N}", _OTHERS, _NEWLINES, _BLANKS)),))
 _GEMMA4 = PreTokenizer(
     (_LINES,),
     adds_bos=True,
@@ -340,7 +344,7 @@ _PRE_TOKENIZERS = {
                 (
                     _CONTRACTION,
                     r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
-                    *(r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _BLANKS),
+                    *(r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]?", _NEWLINES, _BLANKS),
                 )
             ),
         ),
