@@ -1,4 +1,4 @@
-"""`buf curl`: a client that knows only what reflection tells it (so it shows details undecoded)."""
+"""`buf curl`: a client that knows only what reflection tells it."""
 
 from __future__ import annotations
 

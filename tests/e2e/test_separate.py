@@ -1,4 +1,4 @@
-"""kvarts-service and kvarts-gateway as two programs: keys, metrics, and either end without the other."""
+"""kvarts-service and kvarts-gateway as two programs: keys, metrics, and one without the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {"prompt": "the day", "n_predict": 4, "temperature": 0}
 
 @dataclass(frozen=True)
 class Pair:
-    """A service with keys, and a gateway that knows no more than the service's address."""
+    """A service with keys, and a gateway that knows its address and a key for its own calls."""
 
     service: Program
     gateway: Program
@@ -57,6 +57,15 @@ async def pair(layout: tuple[str, ...]) -> AsyncGenerator[Pair]:
             service.ready()
             await healthy(gateway.http_url())
             yield Pair(service, gateway, flags, f"http://127.0.0.1:{metrics_port}")
+
+
+async def test_a_gateway_needs_only_an_address(layout: tuple[str, ...]) -> None:
+    with running("kvarts-service", *layout, "--grpc-port", "0") as service:
+        flags = ("--service", service.grpc_address(), "--port", "0")
+        with running("kvarts-gateway", *flags) as gateway:
+            await healthy(gateway.http_url())
+            async with http_client(gateway.http_url()) as http:
+                assert (await http.post("/completion", json=BODY)).json()["content"]
 
 
 @pytest.mark.parametrize(
