@@ -169,7 +169,7 @@ class Engine:
         """Frees what a slot holds, once no request uses it; cancel the future to stop waiting.
 
         A `tenant` may erase only its own content; None may erase any. The future raises SlotBusy,
-        NoSuchSlot (another tenant's content), ShuttingDown or EngineFault.
+        SlotContentNotFound (another tenant's), ShuttingDown or EngineFault.
 
         Raises:
             NoSuchSlot: there is no slot with this id.

@@ -138,6 +138,16 @@ class SlotBusy(EngineError):
 
 
 @dataclass(eq=False)
+class SlotContentNotFound(EngineError):
+    """The slot's content is another tenant's, which must look like no content at all."""
+
+    slot_id: int
+
+    reason: ClassVar[str] = "SLOT_CONTENT_NOT_FOUND"
+    template: ClassVar[str] = "slot {slot_id} holds nothing of this caller's"
+
+
+@dataclass(eq=False)
 class NoSuchAdapter(EngineError):
     """An adapter id that is not loaded."""
 
@@ -231,6 +241,7 @@ __all__ = [
     "QueueFull",
     "ShuttingDown",
     "SlotBusy",
+    "SlotContentNotFound",
     "TemplateError",
     "TokenNotInVocab",
     "UnsupportedModel",

@@ -27,11 +27,12 @@ from engine.model.decoder import StepInputs, forward
 from engine.model.place import FULL, Place, num_units, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
-from engine.step import FloatArray, IntArray, RowLogits, SequenceWork, StepBatch
+from engine.step import FloatArray, IntArray, PoolLost, RowLogits, SequenceWork, StepBatch
 
 NUM_CANDIDATES = 64
 _LANES = 128  # width of the first stage of the candidate search
 _CHUNK_BUCKETS = (32, 128, 512, 2048)
+_KV_DTYPES = {"f16": jnp.float16, "f32": jnp.float32}
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -137,7 +138,7 @@ class JaxRunner:
             )
         spec = spec.at_context(config.context_tokens)
         self._spec = spec
-        self._pool = _new_pool(spec, config)
+        self._pool = _first_pool(spec, config)
         self._places = place_layers(spec, config.num_pages, config.num_window_pages)
         self._num_kinds = 2 if spec.num_window_layers else 1
         self._weights = weights
@@ -213,6 +214,7 @@ class JaxRunner:
 
         Raises:
             ValueError: A size, a token, a position or a page is out of range; nothing was run.
+            PoolLost: The step failed with the pools in its hands; they are new and empty now.
         """
         bucket = self._bucket_for(batch)
         outputs = self._call(bucket, self._pack(bucket, batch))
@@ -241,12 +243,22 @@ class JaxRunner:
         )
 
     def _call(self, bucket: _Bucket, packed: IntArray) -> _Outputs:
-        (ids, logits, log_sums, finite, full), self._pool = self._programs[bucket](
-            self._weights, self._places, self._pool, packed
-        )
-        return _Outputs(
-            np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
-        )
+        given = self._pool
+        try:
+            (ids, logits, log_sums, finite, full), pool = self._programs[bucket](
+                self._weights, self._places, given, packed
+            )
+            # Some failures of a program show only here, when its results are waited for.
+            outputs = _Outputs(
+                np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
+            )
+        except Exception as error:
+            if not (given.keys.is_deleted() or given.values.is_deleted()):
+                raise
+            self._pool = _new_pool(self._spec, self._config)
+            raise PoolLost(f"a step took the pools with it: {error}") from error
+        self._pool = pool
+        return outputs
 
     def _pack(self, bucket: _Bucket, batch: StepBatch) -> IntArray:
         """One int32 array for the whole step, padding included; `_unpack` is its inverse."""
@@ -309,19 +321,30 @@ def _row_buckets(most: int) -> list[int]:
     return sizes
 
 
-def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
+def _pool_shape(spec: ModelSpec, config: RunnerConfig) -> tuple[int, int, int, int]:
     mixer = spec.layers[0].block.mixer
     units = num_units(spec, config.num_pages, config.num_window_pages)
-    shape = (units, config.page_tokens, mixer.num_kv_heads, mixer.head_dim)
-    dtype = {"f16": jnp.float16, "f32": jnp.float32}[config.kv_dtype]
+    return (units, config.page_tokens, mixer.num_kv_heads, mixer.head_dim)
+
+
+def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
+    shape = _pool_shape(spec, config)
+    dtype = _KV_DTYPES[config.kv_dtype]
+    return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def _first_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
+    """A new pool; that there is no memory for it is the fault of whoever asked for its size."""
     try:
-        return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return _new_pool(spec, config)
     except RuntimeError as error:  # what jax's own is, which it leaves untyped
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        needed = 2 * math.prod(shape) * jnp.dtype(dtype).itemsize
+        shape = _pool_shape(spec, config)
+        needed = 2 * math.prod(shape) * jnp.dtype(_KV_DTYPES[config.kv_dtype]).itemsize
         raise InvalidField(
-            "context_tokens", f"keys and values of {units} pages need {needed} bytes, memory is out"
+            "context_tokens",
+            f"keys and values of {shape[0]} pages need {needed} bytes, memory is out",
         ) from error
 
 

@@ -20,7 +20,7 @@ from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
 from engine.scheduling.row import Arrival, Row
 from engine.slots.table import Slot, SlotTable
-from engine.step import RowLogits, Runner
+from engine.step import PoolLost, RowLogits, Runner
 from engine.types import (
     CancelCause,
     Counters,
@@ -324,6 +324,8 @@ class Scheduler:
             # Nobody knows what was written into these rows' pages, so nothing of them is kept.
             for row in plan.rows:
                 self._fault(row, error, keep=False)
+            if isinstance(error, PoolLost):
+                self._empty_all()
             return
         now_s = self._parts.clock()
         for row, work, logits in results:
@@ -334,6 +336,12 @@ class Scheduler:
             self._ledger.evaluated(row, now_s)
             if work.wants_logits:
                 self._sample(row, logits, now_s)
+
+    def _empty_all(self) -> None:
+        """Forgets every slot, since no page holds anything; who runs starts its tokens again."""
+        for row in self.rows:
+            self._preempt(row)
+        self._table.empty_all()
 
     def _sample(self, row: Row, logits: RowLogits | None, now_s: float) -> None:
         try:

@@ -104,7 +104,8 @@ class Request:
     `preserved_tokens` are special tokens whose text is shown. `adapters` None means the server's
     set; an empty tuple means all off. `tenant` salts every prefix key. `n_indent` ends when a
     later line is indented less (0: off); `time_limit_s` ends at a newline after that long.
-    `annotation` is the caller's own note, shown in slot lists and never read.
+    `annotation` is the caller's own note, shown in slot lists and never read. Requests of one
+    `group` (several samples or prompts of one call) count once in the queue; "" is no group.
     """
 
     request_id: str
@@ -129,6 +130,7 @@ class Request:
     deadline_s: float | None = None
     tenant: str = ""
     annotation: str = ""
+    group: str = ""
 
 
 class FinishReason(Enum):

@@ -155,6 +155,7 @@ def to_requests(
         deadline_s=deadline_s,
         tenant=tenant,
         annotation=message.annotation,
+        group=request_id,
     )
     return tuple(_sample(first, i) for i in range(max(1, message.num_samples)))
 

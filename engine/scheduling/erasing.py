@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from engine.errors import NoSuchSlot, SlotBusy
+from engine.errors import SlotBusy, SlotContentNotFound
 from engine.slots.table import Slot, SlotTable
 
 
@@ -69,8 +69,7 @@ class Erasures:
 
     def _erase(self, slot: Slot, erasure: Erasure) -> None:
         if slot.tokens and erasure.tenant is not None and erasure.tenant != slot.tenant:
-            # Another tenant's content must look like no content at all.
-            erasure.done.set_exception(NoSuchSlot(slot.slot_id, len(self._table.slots)))
+            erasure.done.set_exception(SlotContentNotFound(slot.slot_id))
             return
         tokens = len(slot.tokens)
         pages = self._table.truncate(slot, 0)

@@ -5,7 +5,9 @@ Not thread-safe: the facade calls it under its lock, from callers and from the e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.errors import DuplicateRequest, QueueFull
 from engine.types import (
@@ -22,6 +24,14 @@ _TOKEN_BYTES = 8
 _ENTRY_BYTES = 64
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A request in flight: what it counts for while it waits, and with whom it counts once."""
+
+    party: tuple[str, str]
+    size: int
+
+
 class Gate:
     """Counts the requests between submit and admission, and their bytes."""
 
@@ -30,19 +40,20 @@ class Gate:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._waiting_bytes = 0
-        # The size of each waiting request, and every id that has had no last event.
-        self._waiting: dict[str, int] = {}
-        self._in_flight: set[str] = set()
+        # Every request that has had no last event, and those of them that wait.
+        self._in_flight: dict[str, _Entry] = {}
+        self._waiting: set[str] = set()
+        self._parties_waiting: Counter[tuple[str, str]] = Counter()
 
     @property
     def max_requests(self) -> int:
-        """The most requests that may wait."""
+        """The most that may wait, a group counting once."""
         return self._max_requests
 
     @property
     def num_waiting(self) -> int:
-        """Requests that were never admitted."""
-        return len(self._waiting)
+        """Requests that were never admitted, a group counting once."""
+        return len(self._parties_waiting)
 
     @property
     def in_flight(self) -> tuple[str, ...]:
@@ -54,26 +65,47 @@ class Gate:
 
         Raises:
             DuplicateRequest: its id is in use.
-            QueueFull: too many requests or bytes wait.
+            QueueFull: too many requests or bytes wait. A group whose first request got in is not
+                refused for the number of them.
         """
-        if request.request_id in self._in_flight:
-            raise DuplicateRequest(request.request_id)
-        if len(self._waiting) >= self._max_requests:
-            raise QueueFull(len(self._waiting), self._max_requests)
-        size = request_bytes(request)
-        if self._waiting_bytes + size > self._max_bytes:
-            raise QueueFull(self._waiting_bytes + size, self._max_bytes)
-        self._in_flight.add(request.request_id)
-        self._waiting[request.request_id] = size
-        self._waiting_bytes += size
+        request_id = request.request_id
+        if request_id in self._in_flight:
+            raise DuplicateRequest(request_id)
+        entry = _Entry(_party(request), request_bytes(request))
+        if self.num_waiting >= self._max_requests and not self._is_inside(entry.party):
+            raise QueueFull(self.num_waiting, self._max_requests)
+        if self._waiting_bytes + entry.size > self._max_bytes:
+            raise QueueFull(self._waiting_bytes + entry.size, self._max_bytes)
+        self._in_flight[request_id] = entry
+        self._waiting.add(request_id)
+        self._parties_waiting[entry.party] += 1
+        self._waiting_bytes += entry.size
 
     def settle(self, events: Iterable[tuple[str, Event]]) -> None:
         """Follows a step's events: who started waits no longer, who ended frees its id."""
         for request_id, event in events:
             if isinstance(event, Started | Finished | Failed | Cancelled):
-                self._waiting_bytes -= self._waiting.pop(request_id, 0)
+                self._leave_queue(request_id)
             if isinstance(event, Finished | Failed | Cancelled):
-                self._in_flight.discard(request_id)
+                self._in_flight.pop(request_id, None)
+
+    def _is_inside(self, party: tuple[str, str]) -> bool:
+        return any(entry.party == party for entry in self._in_flight.values())
+
+    def _leave_queue(self, request_id: str) -> None:
+        if request_id not in self._waiting:
+            return
+        self._waiting.remove(request_id)
+        entry = self._in_flight[request_id]
+        self._waiting_bytes -= entry.size
+        self._parties_waiting[entry.party] -= 1
+        if not self._parties_waiting[entry.party]:
+            del self._parties_waiting[entry.party]
+
+
+def _party(request: Request) -> tuple[str, str]:
+    """Who counts once: a group, or a request without one (whose id may be a group's name)."""
+    return (request.group, "" if request.group else request.request_id)
 
 
 def request_bytes(request: Request) -> int:

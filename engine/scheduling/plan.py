@@ -37,12 +37,14 @@ class StepPlan:
 def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> StepPlan | None:
     """Returns the next step, or None if nothing runs.
 
-    Rows that were not evaluated for longest go first, older requests first among equals: with more
-    decodes than the runner takes, or several prompts at once, every row gets its turn.
+    Prompts are served first come first: the oldest row that still has one gets the chunk. Of the
+    decodes those that were not evaluated for longest go, so that with more of them than the runner
+    takes every row gets its turn.
     """
     in_turn = sorted(rows, key=lambda row: (row.last_turn, row.task_id))
     decodes = tuple(row for row in in_turn if row.is_decode)[:max_decodes]
-    chunk = next((row for row in in_turn if not row.is_decode), None)
+    prompts = (row for row in rows if not row.is_decode)
+    chunk = min(prompts, key=lambda row: row.task_id, default=None)
     if not decodes and chunk is None:
         return None
     return StepPlan(decodes, chunk, chunk_tokens)

@@ -197,6 +197,11 @@ class SlotTable:
         self.truncate(_least_recent(candidates), 0)
         return True
 
+    def empty_all(self) -> None:
+        """Empties every slot."""
+        for slot in self._slots:
+            self.truncate(slot, 0)
+
     def check_integrity(self) -> None:
         """Proves that every page has the holder that it should have.
 

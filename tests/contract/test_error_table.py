@@ -262,17 +262,38 @@ async def test_an_id_that_is_in_flight() -> None:
 
 async def test_a_refused_sample_takes_the_others_with_it() -> None:
     gate = StepGate()
-    config = replace(CONFIG, num_slots=2, queue_requests=1)
+    # About 1,100 bytes a sample: the first gets in, the second does not.
+    config = replace(CONFIG, num_slots=2, queue_bytes=2000)
     async with serving(config=config, runner=gated_runner(gate)) as it:
         running = asyncio.create_task(it.collect(GenerateRequest(text="x", max_tokens=1)))
         await gate.arrival()
-        refused = await failure(it.collect(GenerateRequest(text="y", num_samples=2)))
+        refused = await failure(it.collect(GenerateRequest(text="y" * 100, num_samples=2)))
         gate.open()
         assert await running
         # Whatever was admitted of the pair is gone by the time that this one has run.
         assert await it.collect(GenerateRequest(text="z", max_tokens=1))
         assert it.engine.snapshot().running == 0
     assert refused.reason == "QUEUE_FULL"
+    assert int(refused.metadata["queued"]) > 2000
+
+
+async def test_the_samples_of_a_call_count_once_in_the_queue() -> None:
+    gate = StepGate()
+    config = replace(CONFIG, num_slots=2, queue_requests=2)
+    async with serving(config=config, runner=gated_runner(gate)) as it:
+        first = asyncio.create_task(it.collect(GenerateRequest(text="x", max_tokens=1)))
+        await gate.arrival()
+        # Until its step ends, the first one counts as waiting.
+        samples = GenerateRequest(text="y", num_samples=2, max_tokens=1)
+        second = asyncio.create_task(it.collect(samples))
+        for _ in range(3):
+            await it.commanded("submit")
+        refused = await failure(it.collect(GenerateRequest(text="z", max_tokens=1)))
+        gate.open()
+        assert await first
+        assert await second
+    assert refused.reason == "QUEUE_FULL"
+    assert refused.metadata == {"queued": "2", "limit": "2"}
 
 
 SLOT_FILE_CALLS: list[tuple[str, Any]] = [

@@ -316,8 +316,9 @@ def _renamed(name: str, names: dict[str, str]) -> str:
             types.Request,
             generation_pb2.GenerateRequest.DESCRIPTOR,
             {"prompt": "tokens", "time_limit_s": "time_limit", "progress": "return_progress"},
-            # A deadline is the call's, a tenant the key's; the echo is `annotation`.
-            {"deadline_s", "tenant"},
+            # A deadline is the call's, a tenant the key's, a group the call; the echo is
+            # `annotation`.
+            {"deadline_s", "tenant", "group"},
         ),
         (
             types.Started,

@@ -236,7 +236,8 @@ async def test_another_keys_slot_cannot_be_erased() -> None:
         erase = slot_pb2.EraseSlotRequest(slot_id=1)
         other = await failure(it.slots.EraseSlot(erase, metadata=key("b")))
         own = await it.slots.EraseSlot(erase, metadata=key("a"))
-    assert other.code.name == "NOT_FOUND"
+    assert (other.code.name, other.reason) == ("NOT_FOUND", "SLOT_CONTENT_NOT_FOUND")
+    assert other.metadata == {"slotId": "1"}
     assert own.erased_tokens == 4
 
 

@@ -71,6 +71,10 @@ class Drive:
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         self.num_calls += 1
         self.events += events
+        for _, event in events:
+            cause = event.error.__cause__ if isinstance(event, Failed) else None
+            if isinstance(cause, AssertionError):
+                raise cause  # the fake runner's complaint, which a request's failure would hide
 
     def steps(self, count: int = 1) -> Drive:
         for _ in range(count):

@@ -13,9 +13,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
-from engine.failpoints import Failpoints, Site
+from engine.failpoints import Failpoints, InjectedFault, Site
 from engine.memory.planner import WINDOW_SLACK_TOKENS, plan_memory
+from engine.scheduler import NonFiniteLogits
 from engine.scheduling.erasing import ErasedSlot
+from engine.step import PoolLost
 from engine.types import (
     AdapterScale,
     CancelCause,
@@ -47,6 +49,7 @@ TOKENIZER = FakeTokenizer()
 LIVENESS_STEPS = 1000
 _LETTERS = TOKENIZER.encode("ab", add_special=False, parse_special=False)
 _STOP = "q"
+_INJECTED = (InjectedFault, NonFiniteLogits, MemoryError, PoolLost)
 
 
 @dataclass
@@ -264,7 +267,8 @@ class Simulation:
 
     def _break_runner(self) -> None:
         if self._is_faulty:
-            self.runner.fail_with = MemoryError("the device is out of memory")
+            kind = self.rng.choice([MemoryError, PoolLost])
+            self.runner.fail_with = kind("the device is out of memory")
             self._num_faults += 1
 
     # Judgement.
@@ -302,15 +306,15 @@ class Simulation:
         return [PoolKind.KV] if self.window is None else [PoolKind.KV, PoolKind.SWA]
 
     def _check_windows(self, now: Snapshot) -> None:
-        """No slot has more than its share of the floor, and an idle one no more than its window."""
+        """A slot has no more than its window, or when it decodes its share of the floor."""
         if self.window is None:
             return
         pool = now.pools[1]
-        idle = sum(slot.state is SlotState.IDLE for slot in now.slots)
         share = pool.floor // self.config.num_slots
-        assert pool.used <= share * (self.config.num_slots - idle)
-        kept = -(-(self.window + WINDOW_SLACK_TOKENS) // pool.unit_tokens) + 1
-        assert pool.pinned <= min(kept, share) * idle
+        kept = min(-(-(self.window + WINDOW_SLACK_TOKENS) // pool.unit_tokens) + 1, share)
+        states = Counter(slot.state for slot in now.slots)
+        assert pool.pinned <= kept * states[SlotState.IDLE]
+        assert pool.used <= kept * states[SlotState.PREFILL] + share * states[SlotState.DECODE]
 
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         assert events
@@ -370,7 +374,9 @@ class Simulation:
                 assert isinstance(error, EngineError), error
                 self.seen[f"failed:{error.reason}"] += 1
                 if error.reason == "ENGINE_FAULT":
-                    assert error.__cause__ is not None
+                    # The fake runner's own complaints are assertions, and never an answer.
+                    assert isinstance(error.__cause__, _INJECTED), error.__cause__
+                    self.seen[f"fault:{type(error.__cause__).__name__}"] += 1
                     assert self.failpoints.fired.total() + self._num_faults > 0
             case Cancelled():
                 assert life.cancelled_in is not None

@@ -14,6 +14,7 @@ from engine.errors import (
     QueueFull,
     ShuttingDown,
     SlotBusy,
+    SlotContentNotFound,
     TokenNotInVocab,
 )
 from engine.types import (
@@ -275,7 +276,7 @@ def test_another_tenants_content_cannot_be_erased_nor_seen() -> None:
     drive = filled(Drive())
     done = drive.engine.erase_slot(1, tenant="other")
     drive.steps()
-    with pytest.raises(NoSuchSlot):
+    with pytest.raises(SlotContentNotFound, match="slot 1 holds nothing of this caller's"):
         done.result(timeout=0)
     assert drive.engine.snapshot().slots[1].held_tokens == 8
     done = drive.engine.erase_slot(1, tenant="")

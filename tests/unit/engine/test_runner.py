@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 from engine import runner as runner_module
 from engine.errors import InvalidField
 from engine.runner import NUM_CANDIDATES, JaxRunner
-from engine.step import RowLogits, SequenceWork, StepBatch
+from engine.step import PoolLost, RowLogits, SequenceWork, StepBatch
 from tests.ggufs import (
     TinyLlama,
     add_llama_keys,
@@ -312,6 +312,56 @@ def test_no_program_copies_the_pool(tmp_path: Path) -> None:
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.keys.nbytes + pool.values.nbytes
     assert memory.temp_size_in_bytes < pool.keys.nbytes / 8
+
+
+# Steps that fail.
+
+
+def failing(runner: JaxRunner, monkeypatch: pytest.MonkeyPatch, *, takes_pool: bool) -> None:
+    """Makes every program of the runner fail, before or after it has taken the pools."""
+
+    def instead(program: Callable[..., object]) -> Callable[..., object]:
+        def fail(*given: object) -> object:
+            if takes_pool:
+                program(*given)
+            raise RuntimeError("the device is gone")
+
+        return fail
+
+    programs = cast(Any, runner)._programs
+    for bucket, program in list(programs.items()):
+        monkeypatch.setitem(programs, bucket, instead(program))
+
+
+def test_a_step_that_fails_before_it_begins_loses_nothing(
+    runner: JaxRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = lane(0), lane(1)
+    prefill(runner, one, tokens(20), MAX_CHUNK)
+    prefill(runner, other, tokens(20), MAX_CHUNK)
+    expected = only(runner.run(StepBatch((one.work([5]),), None))).full()
+    with monkeypatch.context() as patch:
+        failing(runner, patch, takes_pool=False)
+        with pytest.raises(RuntimeError, match="the device is gone") as failure:
+            prefill(runner, lane(2), tokens(3), MAX_CHUNK)
+    assert not isinstance(failure.value, PoolLost)
+    np.testing.assert_array_equal(only(decode(runner, other.work([5]))).full(), expected)
+
+
+def test_a_step_that_fails_with_the_pools_leaves_a_runner_that_can_go_on(
+    runner: JaxRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = prefill(runner, lane(0), tokens(20), MAX_CHUNK).full()
+    compiles = runner.compiles
+    with monkeypatch.context() as patch:
+        failing(runner, patch, takes_pool=True)
+        with pytest.raises(PoolLost, match="the device is gone"):
+            prefill(runner, lane(1), tokens(3), MAX_CHUNK)
+    pool: Any = cast(Any, runner)._pool
+    assert not np.asarray(pool.keys).any()
+    after = prefill(runner, lane(0), tokens(20), MAX_CHUNK).full()
+    np.testing.assert_array_equal(after, expected)
+    assert runner.compiles == compiles
 
 
 def compile_something(length: int) -> None:

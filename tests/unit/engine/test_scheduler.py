@@ -8,6 +8,7 @@ import pytest
 from engine.errors import DeadlineExceeded, EngineFault, KvPagesExhausted
 from engine.failpoints import Failpoints, InjectedFault, Site
 from engine.scheduler import NonFiniteLogits
+from engine.step import PoolLost
 from engine.types import (
     CacheSource,
     CancelCause,
@@ -168,13 +169,16 @@ def test_a_long_prompt_does_not_stop_running_answers() -> None:
     assert len(drive.tokens("short")) == before + 5
 
 
-def test_prompts_take_turns() -> None:
-    drive = Drive(chunk_tokens=4)
-    drive.engine.submit(ask("long", [B] * 60))
-    drive.engine.submit(ask("short", [A] * 8))
-    drive.steps(4)
-    assert drive.chunks("short")
-    assert not drive.chunks("long")
+def test_prompts_are_served_first_come_first() -> None:
+    drive = Drive(num_slots=3, chunk_tokens=4)
+    for name, prompt in (("long", [B] * 40), ("middle", [A] * 20), ("short", [A] * 8)):
+        drive.engine.submit(ask(name, prompt, 9))
+    drive.rest()
+    firsts = [name for name, event in drive.events if event in drive.chunks(name)[:1]]
+    assert firsts == ["long", "middle", "short"]
+    # Nobody's chunks lie between another's.
+    starts = [batch.chunk.start for batch in drive.runner.batches if batch.chunk]
+    assert starts == [*range(0, 40, 4), *range(0, 20, 4), *range(0, 8, 4)]
 
 
 def test_a_chunk_is_no_longer_than_the_runner_takes() -> None:
@@ -445,6 +449,35 @@ def test_a_failing_step_ends_its_rows_and_the_engine_lives() -> None:
     assert drive.tokens("after") == solo([ord(failed[0]), A, A], 5)
     # What the failed step wrote is unknown, so nothing of it is reused.
     assert drive.started("after").cached_tokens == 0
+
+
+def test_a_lost_pool_empties_every_slot_and_ends_only_the_failed_batch() -> None:
+    drive = Drive(num_slots=4, max_decodes=1, kv_pages=64)
+    drive.engine.submit(ask("idle", [A] * 9, 1, slot_id=0))
+    drive.rest()
+    for slot_id, name in ((1, "a"), (2, "b")):
+        drive.engine.submit(ask(name, [A, ord(name)], 20, slot_id=slot_id))
+    drive.steps(5)
+    cause = PoolLost("the device was reset")
+    drive.runner.fail_with = cause
+    drive.steps()
+    ended = [name for name in ("a", "b") if drive.end(name)]
+    assert len(ended) == 1
+    error = drive.error(ended[0])
+    assert isinstance(error, EngineFault)
+    assert error.__cause__ is cause
+    now = drive.engine.snapshot()
+    assert [slot.held_tokens for slot in now.slots] == [0, 0, 0, 0]
+    assert now.pools[0].free == now.pools[0].size
+    assert (now.running, now.queued, now.counters.preemptions) == (0, 1, 1)
+    drive.rest()
+    # The other one was not in the batch: it goes on, and its client has seen nothing of it.
+    (survivor,) = {"a", "b"} - set(ended)
+    assert drive.tokens(survivor) == solo([A, ord(survivor)], 20)
+    drive.engine.submit(ask("again", [A] * 9, slot_id=0))
+    drive.rest()
+    assert drive.started("again").no_reuse == "the slot is empty"
+    assert drive.tokens("again") == solo([A] * 9, 5)
 
 
 def test_non_finite_logits_end_that_row_alone_and_are_not_kept() -> None:

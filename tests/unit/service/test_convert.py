@@ -116,6 +116,7 @@ def test_a_silent_request_takes_the_defaults() -> None:
         n_keep=3,
         n_cache_reuse=4,
         render_special=True,
+        group="r",
     )
 
 
@@ -141,7 +142,14 @@ def test_a_request_overrules_the_defaults_with_falsy_values_too() -> None:
     )
     (request,) = requests(message, defaults=defaults)
     assert request == Request(
-        "r", (1, 2), max_tokens=0, cache_prompt=False, slot_id=0, top_logprobs=0, adapters=()
+        "r",
+        (1, 2),
+        max_tokens=0,
+        cache_prompt=False,
+        slot_id=0,
+        top_logprobs=0,
+        adapters=(),
+        group="r",
     )
 
 
@@ -150,6 +158,7 @@ def test_samples_have_ids_and_seeds_of_their_own() -> None:
     message.sampling.seed = 7
     found = requests(message)
     assert [request.request_id for request in found] == ["r", "r/1", "r/2"]
+    assert {request.group for request in found} == {"r"}
     assert [request.sampling.seed for request in found] == [7, 8, 9]
     message.sampling.ClearField("seed")
     assert {request.sampling.seed for request in requests(message)} == {None}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from engine.scheduling.plan import StepPlan, plan_step
 from engine.scheduling.row import Row
 from tests.unit.engine.scheduling.rows import make_row
@@ -49,15 +51,10 @@ def test_one_pending_prompt_token_costs_a_decode() -> None:
     assert step.batch().decodes[0].tokens == [14]
 
 
-def test_prompts_take_turns_first_come_first() -> None:
-    assert plan([prefilling(0, last_turn=7), prefilling(1, last_turn=6)]).chunk is not None
-    for rows, first in (
-        ([prefilling(0, last_turn=7), prefilling(1, last_turn=6)], 1),
-        ([prefilling(3), prefilling(2)], 2),
-    ):
-        chunk = plan(rows).chunk
-        assert chunk is not None
-        assert chunk.task_id == first
+@pytest.mark.parametrize(("turn", "other_turn"), [(7, 6), (6, 7), (-1, -1), (9, -1)])
+def test_the_oldest_prompt_has_the_chunk_until_it_is_done(turn: int, other_turn: int) -> None:
+    rows = [prefilling(3, last_turn=other_turn), prefilling(2, last_turn=turn), decoding(1)]
+    assert plan(rows).chunk is rows[1]
 
 
 def test_more_decodes_than_the_runner_takes_rotate() -> None:
