@@ -391,7 +391,8 @@ class EngineConfig:
     tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
     prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
-    floor.
+    floor. `kernels` is "native", "xla", or "auto": native where it was built and the device is a
+    CPU.
     """
 
     context_tokens: int
@@ -407,4 +408,5 @@ class EngineConfig:
     queue_requests: int = 256
     queue_bytes: int = 64 << 20
     threads: int | None = None
+    kernels: str = "auto"
     compile_cache: str | None = None

@@ -8,7 +8,7 @@ Which tensors a model has, and what they mean, is not known here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +19,9 @@ from engine.errors import ModelFileError, NotSupported, UnsupportedModel
 from engine.gguf.blocks import FloatArray, dequantise
 from engine.gguf.encode import Bytes, Planes, all_finite, encode_rows
 from engine.gguf.header import TensorInfo
-from engine.gguf.layouts import BLOCK_BYTES, Layout, layout_for, padded_rows
+from engine.gguf.layouts import BLOCK_BYTES, TILE_ROWS, Layout, layout_for, padded_rows
 from engine.gguf.reader import GgufFile
+from engine.gguf.tiles import tile_planes
 
 Progress = Callable[[int, int], None]
 
@@ -70,8 +71,8 @@ class Arena:
     matrices: Mapping[str, Matrix]
 
 
-def plan_arena(file: GgufFile, names: Iterable[str]) -> ArenaPlan:
-    """Lays matrices out one after another.
+def plan_arena(file: GgufFile, names: Iterable[str], *, tiled: bool = False) -> ArenaPlan:
+    """Lays matrices out one after another, quantised ones tiled if asked.
 
     Raises:
         ModelFileError: A tensor is missing.
@@ -82,6 +83,8 @@ def plan_arena(file: GgufFile, names: Iterable[str]) -> ArenaPlan:
     for name in names:
         rows, cols = _matrix_shape(file, _find(file, name))
         layout = _matrix_layout(file, _find(file, name))
+        if tiled and layout.kind != "dense":
+            layout = replace(layout, is_tiled=True)
         codes, scales, offsets = layout.plane_blocks(rows, cols)
         matrices[name] = Matrix(
             name,
@@ -96,19 +99,26 @@ def plan_arena(file: GgufFile, names: Iterable[str]) -> ArenaPlan:
     return ArenaPlan(MappingProxyType(matrices), next_block)
 
 
-def build_arena(file: GgufFile, names: Iterable[str], progress: Progress | None = None) -> Arena:
+def build_arena(
+    file: GgufFile,
+    names: Iterable[str],
+    progress: Progress | None = None,
+    *,
+    tiled: bool = False,
+) -> Arena:
     """Reads matrices into one new arena.
 
     Args:
         file: The open model; the pages that were read are given back.
         names: The tensors to hold, each once.
         progress: Called after each piece with (bytes of the file done, bytes in all).
+        tiled: Interleave quantised matrices for the native kernels.
 
     Raises:
         ModelFileError: A tensor is missing, or holds a value or scale that is not finite.
         UnsupportedModel: A tensor is not a matrix, of a type without a layout, or memory is out.
     """
-    plan = plan_arena(file, names)
+    plan = plan_arena(file, names, tiled=tiled)
     arena = Arena(_allocate(plan, file.name), plan.matrices)
     total = sum(file.tensors[name].nbytes for name in plan.matrices)
     done = 0
@@ -186,7 +196,7 @@ def _fill(file: GgufFile, data: Bytes, matrix: Matrix) -> Iterable[int]:
     raw = file.raw(matrix.name).reshape(matrix.rows, -1)
     row_bytes = raw.shape[1]
     target = _target(data, matrix)
-    step = max(1, _PIECE_BYTES // row_bytes)
+    step = max(TILE_ROWS, _PIECE_BYTES // row_bytes // TILE_ROWS * TILE_ROWS)
     for first in range(0, matrix.rows, step):
         last = min(first + step, matrix.rows)
         piece = encode_rows(info.ggml_type, matrix.layout, raw[first:last])
@@ -196,15 +206,20 @@ def _fill(file: GgufFile, data: Bytes, matrix: Matrix) -> Iterable[int]:
                 detail=f"tensor {matrix.name!r} has a value or a block scale in rows {first} to "
                 f"{last - 1} that is not finite in its type",
             )
+        if matrix.layout.is_tiled:
+            first_tile, piece = first // TILE_ROWS, tile_planes(matrix.layout, piece)
+            span = slice(first_tile, first_tile + len(piece.codes))
+        else:
+            span = slice(first, last)
         for plane, values in zip(target, piece, strict=True):
             if plane is not None and values is not None:
-                plane[first:last] = values
+                plane[span] = values
         file.release(matrix.name, first * row_bytes, last * row_bytes)
         yield (last - first) * row_bytes
 
 
 def _target(data: Bytes, matrix: Matrix) -> Planes:
-    """The planes of a matrix as views into the arena, shaped as `encode_rows` returns them."""
+    """The planes of a matrix as views into the arena, shaped as their rows (or tiles) come."""
     layout = matrix.layout
     groups = 1 if layout.group is None else matrix.cols // layout.group
     rows = padded_rows(matrix.rows)
@@ -213,12 +228,17 @@ def _target(data: Bytes, matrix: Matrix) -> Planes:
         if first_block is None:
             return None
         start = first_block * BLOCK_BYTES
-        return data.reshape(-1)[start : start + rows * row_bytes].reshape(rows, groups, -1)
+        plane = data.reshape(-1)[start : start + rows * row_bytes]
+        if layout.is_tiled:
+            return plane.reshape(rows // TILE_ROWS, groups, -1)
+        return plane.reshape(rows, groups, -1)
 
     def numbers(first_block: int | None) -> npt.NDArray[Any] | None:
         plane = view(first_block, layout.scale_row_bytes(matrix.cols))
-        dtype = np.float16 if layout.scale_dtype == "f16" else np.float32
-        return None if plane is None else plane.view(dtype)[..., 0]
+        if plane is None:
+            return None
+        typed = plane.view(np.float16 if layout.scale_dtype == "f16" else np.float32)
+        return typed if layout.is_tiled else typed[..., 0]
 
     codes = view(matrix.codes_block, layout.code_row_bytes(matrix.cols))
     assert codes is not None

@@ -26,6 +26,7 @@ from gguf import GGMLQuantizationType as Type
 
 BLOCK_BYTES = 64
 ROW_MULTIPLE = 32
+TILE_ROWS = 16
 
 DenseDtype = Literal["f32", "f16", "bf16"]
 ScaleDtype = Literal["f32", "f16"]
@@ -34,13 +35,20 @@ _DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to store a matrix. `dtype` belongs to dense, the rest to q8 and q4."""
+    """One way to store a matrix. `dtype` belongs to dense, the rest to q8 and q4.
+
+    `is_tiled`: planes are interleaved for the native kernels, which take `TILE_ROWS` rows at a
+    time. Sizes are the same; the order is, per tile of 16 rows and per group, runs of 64 bytes of
+    16 rows x 4 columns (of q4 those and the ones half a group on), then in the scales and offsets
+    plane 16 numbers. Signed codes are stored plus 128. Dense matrices are never tiled.
+    """
 
     kind: Literal["dense", "q8", "q4"]
     dtype: DenseDtype | None = None
     group: Literal[16, 32] | None = None
     scale_dtype: ScaleDtype | None = None
     has_offset: bool = False
+    is_tiled: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "dense":

@@ -1,17 +1,10 @@
-"""Products with quantised matrices that live in the arena: one interface, here on plain XLA.
+"""Products with quantised matrices that live in the arena: one interface, two implementations.
 
 A matrix is never an array of its own. Programs receive the arena (uint8 [blocks, 64]) and, per
 matrix, the first block of each plane; a stack of L matrices of one shape holds L such offsets, so
 that a scan over layers copies no weight. Stacked matrices may differ in layout: then each product
-selects the branch of its layout at run time.
-
-The XLA path decodes codes to f32 and multiplies in f32, so that activations stay exact. It decodes
-in row pieces of about `_PIECE_BYTES`, which stay in a core's cache: XLA's CPU backend has no fused
-dequantise-and-multiply, and a weight-sized temporary costs far more than the product. Three habits
-of that backend shape the code (measured, docs/benchmarks.md): a slice of the arena that is fused
-into the decoding keeps it from being vectorised, hence the piece in the loop's carry; so does
-putting a group's nibbles back in order, hence the split product; a dot with one row is compiled as
-a scalar loop, hence at least two rows. This module knows no model.
+selects its layout at run time. A matrix laid out for the native kernels is multiplied by them, any
+other by XLA. This module knows no model.
 """
 
 from __future__ import annotations
@@ -24,26 +17,23 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from engine.gguf.arena import Matrix
-from engine.gguf.layouts import BLOCK_BYTES, ROW_MULTIPLE, Layout, padded_rows
-from engine.kernels import flow
-
-_PIECE_BYTES = 1 << 18
+from engine.gguf.layouts import Layout
+from engine.kernels import flow, native, xla
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["kind", "codes", "scales", "offsets"],
-    meta_fields=["rows", "cols", "layouts"],
+    meta_fields=["rows", "cols", "layouts", "is_native"],
 )
 @dataclass(frozen=True)
 class MatrixStack:
     """Offsets of same-shaped matrices: int32 [L] each, or int32 scalars for one matrix.
 
     `kind` indexes `layouts`; `codes`, `scales` and `offsets` are arena block numbers (0 where a
-    layout lacks that plane).
+    layout lacks that plane). `is_native`: the native kernels multiply it.
     """
 
     kind: jax.Array
@@ -53,9 +43,10 @@ class MatrixStack:
     rows: int
     cols: int
     layouts: tuple[Layout, ...]
+    is_native: bool = False
 
     @staticmethod
-    def of(matrices: Sequence[Matrix]) -> MatrixStack:
+    def of(matrices: Sequence[Matrix], *, is_native: bool = False) -> MatrixStack:
         """Stacks matrices of one shape, in order.
 
         Raises:
@@ -74,7 +65,7 @@ class MatrixStack:
         )
         kind, codes, scales, offsets = (jnp.asarray(column) for column in table.T)
         ((rows, cols),) = shapes
-        return MatrixStack(kind, codes, scales, offsets, rows, cols, layouts)
+        return MatrixStack(kind, codes, scales, offsets, rows, cols, layouts, is_native)
 
     def single(self) -> MatrixStack:
         """The only matrix of a stack of one, as scalars."""
@@ -86,164 +77,51 @@ class MatrixStack:
             offsets=self.offsets[0],
         )
 
+    @property
+    def planes(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """First blocks of codes, scales and offsets."""
+        return self.codes, self.scales, self.offsets
+
+
+def qmatmuls(arena: jax.Array, matrices: Sequence[MatrixStack], x: jax.Array) -> list[jax.Array]:
+    """Returns `x @ W.T` for several matrices with one input.
+
+    Args:
+        arena: uint8 [blocks, 64].
+        matrices: Single matrices (scalar offsets) of the same `cols`.
+        x: f32 [N, cols]; the native kernels quantise it once, to 8 bit in groups of 32.
+
+    Returns:
+        f32 [N, rows] each.
+    """
+    if not all(matrix.is_native for matrix in matrices):
+        return [_xla_product(arena, matrix, x) for matrix in matrices]
+    layouts: list[Layout] = []
+    entries: list[jax.Array] = []
+    for matrix in matrices:
+        entries.append(jnp.stack([matrix.kind + len(layouts), *matrix.planes]))
+        layouts += matrix.layouts
+    rows = [matrix.rows for matrix in matrices]
+    y = native.qmatmul(arena, jnp.stack(entries), x, rows, layouts)
+    return jnp.split(y, np.cumsum(rows)[:-1].tolist(), axis=-1)
+
 
 def qmatmul(arena: jax.Array, matrix: MatrixStack, x: jax.Array) -> jax.Array:
-    """Returns `x @ W.T`: f32 [N, cols] to f32 [N, rows], for one matrix (scalar offsets)."""
-    branches = [
-        functools.partial(_matmul, layout, matrix.rows, matrix.cols) for layout in matrix.layouts
-    ]
-    planes = (matrix.codes, matrix.scales, matrix.offsets)
-    return flow.switch(matrix.kind, branches, arena, *planes, x)
+    """Returns `x @ W.T` for one matrix, see `qmatmuls`."""
+    return qmatmuls(arena, [matrix], x)[0]
 
 
 def gather_rows(arena: jax.Array, matrix: MatrixStack, row_ids: jax.Array) -> jax.Array:
     """Returns rows of one matrix decoded to f32 [N, cols]; `row_ids` is int32 [N], in range."""
-    branches = [functools.partial(_gather, layout, matrix.cols) for layout in matrix.layouts]
-    planes = (matrix.codes, matrix.scales, matrix.offsets)
-    return flow.switch(matrix.kind, branches, arena, *planes, row_ids)
+    if matrix.is_native:
+        entry = jnp.stack([matrix.kind, *matrix.planes])
+        return native.gather_rows(arena, entry, row_ids, matrix.cols, matrix.layouts)
+    branches = [functools.partial(xla.gather, layout, matrix.cols) for layout in matrix.layouts]
+    return flow.switch(matrix.kind, branches, arena, *matrix.planes, row_ids)
 
 
-def _matmul(
-    layout: Layout,
-    rows: int,
-    cols: int,
-    arena: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
-    offsets: jax.Array,
-    x: jax.Array,
-) -> jax.Array:
-    padded = padded_rows(rows)
-    num_rows = x.shape[0]
-    piece = _piece_rows(padded, cols, num_rows)
-    num_pieces = padded // piece
-    if num_rows == 1:
-        x = jnp.pad(x, ((0, 1), (0, 0)))
-
-    def read(i: jax.Array | int) -> list[jax.Array]:
-        return _read_planes(layout, piece, cols, arena, (codes, scales, offsets), i * piece)
-
-    def body(i: jax.Array, carry: tuple[list[jax.Array], jax.Array]):
-        planes, out = carry
-        y = _decoded_product(layout, piece, cols, planes, x)
-        out = lax.dynamic_update_slice(out, y, (0, i * piece))
-        return read(jnp.minimum(i + 1, num_pieces - 1)), out
-
-    start = (read(0), jnp.zeros((x.shape[0], padded), jnp.float32))
-    return flow.fori_loop(0, num_pieces, body, start)[1][:num_rows, :rows]
-
-
-def _piece_rows(padded: int, cols: int, num_rows: int) -> int:
-    """Rows of a piece: the largest divisor of `padded`, in row multiples, that is small enough.
-
-    Every piece packs x anew, so a piece has at least as many rows as x.
-    """
-    multiples = padded // ROW_MULTIPLE
-    wanted = max(1, max(_PIECE_BYTES // (4 * cols), num_rows) // ROW_MULTIPLE)
-    return max(d for d in range(1, min(multiples, wanted) + 1) if multiples % d == 0) * ROW_MULTIPLE
-
-
-def _plane_row_bytes(layout: Layout, cols: int) -> tuple[int, ...]:
-    """Bytes of a row of each plane that the layout has: codes, then scales, then offsets."""
-    codes, scales = layout.code_row_bytes(cols), layout.scale_row_bytes(cols)
-    if not scales:
-        return (codes,)
-    return (codes, scales, scales) if layout.has_offset else (codes, scales)
-
-
-def _read_planes(
-    layout: Layout,
-    rows: int,
-    cols: int,
-    arena: jax.Array,
-    first_blocks: tuple[jax.Array, jax.Array, jax.Array],
-    first_row: jax.Array | int,
-) -> list[jax.Array]:
-    """The bytes of `rows` rows from `first_row` on, one uint8 [rows, row bytes] per plane."""
-    planes: list[jax.Array] = []
-    for first_block, row_bytes in zip(first_blocks, _plane_row_bytes(layout, cols), strict=False):
-        blocks = rows * row_bytes // BLOCK_BYTES
-        # Pieces start at a multiple of ROW_MULTIPLE, where every plane is on a block.
-        skip = first_row // ROW_MULTIPLE * (ROW_MULTIPLE * row_bytes // BLOCK_BYTES)
-        piece = lax.dynamic_slice(arena, (first_block + skip, 0), (blocks, BLOCK_BYTES))
-        planes.append(piece.reshape(rows, row_bytes))
-    return planes
-
-
-def _decoded_product(
-    layout: Layout, rows: int, cols: int, planes: list[jax.Array], x: jax.Array
-) -> jax.Array:
-    if layout.kind != "q4" or layout.group is None:
-        return x @ _decode(layout, rows, cols, planes).T
-    # The columns of x are split as the nibbles are.
-    num, groups, half = x.shape[0], cols // layout.group, layout.group // 2
-    codes = planes[0].reshape(rows, groups, half).astype(jnp.int32)
-    scale = _as_float(planes[1], layout.scale_dtype).reshape(rows, groups, 1)
-    low = ((codes & 15).astype(jnp.float32) * scale).reshape(rows, groups * half)
-    high = ((codes >> 4).astype(jnp.float32) * scale).reshape(rows, groups * half)
-    parts = x.reshape(num, groups, 2, half)
-    out = parts[:, :, 0].reshape(num, -1) @ low.T + parts[:, :, 1].reshape(num, -1) @ high.T
-    if layout.has_offset:
-        out += parts.sum((2, 3)) @ _as_float(planes[2], layout.scale_dtype).T
-    return out
-
-
-def _decode(layout: Layout, rows: int, cols: int, planes: list[jax.Array]) -> jax.Array:
-    """Planes of `rows` rows to f32 [rows, cols]."""
-    if layout.group is None:
-        return _as_float(planes[0], layout.dtype)
-    groups = cols // layout.group
-    if layout.kind == "q4":
-        nibbles = planes[0].reshape(rows, groups, layout.group // 2)
-        codes = jnp.concatenate([nibbles & 15, nibbles >> 4], -1).astype(jnp.float32)
-    else:
-        signed = lax.bitcast_convert_type(planes[0], jnp.int8)
-        codes = signed.reshape(rows, groups, layout.group).astype(jnp.float32)
-    values = codes * _as_float(planes[1], layout.scale_dtype)[..., None]
-    if layout.has_offset:
-        values += _as_float(planes[2], layout.scale_dtype)[..., None]
-    return values.reshape(rows, cols)
-
-
-_FLOATS = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
-
-
-def _as_float(raw: jax.Array, dtype: str | None) -> jax.Array:
-    """Reinterprets uint8 [rows, n * size] as f32 [rows, n]; the layout has a `dtype` here."""
-    assert dtype is not None
-    kind = _FLOATS[dtype]
-    size = np.dtype(kind).itemsize
-    grouped = raw.reshape(raw.shape[0], -1, size)
-    return lax.bitcast_convert_type(grouped, kind).astype(jnp.float32)
-
-
-def _gather(
-    layout: Layout,
-    cols: int,
-    arena: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
-    offsets: jax.Array,
-    row_ids: jax.Array,
-) -> jax.Array:
-    planes = [
-        _gather_bytes(arena, first_block, row_bytes, row_ids)
-        for first_block, row_bytes in zip(
-            (codes, scales, offsets), _plane_row_bytes(layout, cols), strict=False
-        )
+def _xla_product(arena: jax.Array, matrix: MatrixStack, x: jax.Array) -> jax.Array:
+    branches = [
+        functools.partial(xla.matmul, layout, matrix.rows, matrix.cols) for layout in matrix.layouts
     ]
-    return _decode(layout, row_ids.shape[0], cols, planes)
-
-
-def _gather_bytes(
-    arena: jax.Array, first_block: jax.Array, row_bytes: int, row_ids: jax.Array
-) -> jax.Array:
-    """uint8 [N, row_bytes]: rows of a plane whose rows need not start on a block.
-
-    The byte offset of a row is split before it is multiplied: `row * row_bytes` can pass 2**31.
-    """
-    whole, rest = divmod(row_bytes, BLOCK_BYTES)
-    start = row_ids * rest
-    block = first_block + row_ids * whole + start // BLOCK_BYTES
-    byte = (start % BLOCK_BYTES)[:, None] + jnp.arange(row_bytes, dtype=jnp.int32)
-    return arena[block[:, None] + byte // BLOCK_BYTES, byte % BLOCK_BYTES]
+    return flow.switch(matrix.kind, branches, arena, *matrix.planes, x)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from engine.kernels import flow
+from engine.kernels import flow, native
 from engine.model.spec import AttentionSpec
 
 BLOCK_TOKENS = 256
@@ -39,6 +39,77 @@ class KvPool:
     def page_tokens(self) -> int:
         """Tokens per page."""
         return self.keys.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """Where a step's tokens lie in one layer; int32.
+
+    `positions` [N] (-1: padding), `units` and `offsets` [N] say where each token is stored;
+    `tables` [R, W] has the units of each decode row and, last, of the chunk.
+    """
+
+    positions: jax.Array
+    units: jax.Array
+    offsets: jax.Array
+    tables: jax.Array
+
+
+def attend_step(
+    spec: AttentionSpec,
+    pool: KvPool,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    rows: Rows,
+    window: jax.Array,
+    *,
+    num_decodes: int,
+    is_native: bool,
+) -> tuple[jax.Array, KvPool]:
+    """Stores a step's keys and values and attends all its tokens, in one call if native.
+
+    Args:
+        spec: Head counts, the score scale and its soft-cap.
+        pool: Keys and values.
+        queries: f32 [N, num_heads, head_dim], rotated.
+        keys: f32 [N, num_kv_heads, head_dim], rotated; `values` likewise.
+        values: See `keys`.
+        rows: Where they lie.
+        window: int32 scalar; a query sees the last `window` tokens, itself included.
+        num_decodes: Tokens that are rows of their own; those after them are one chunk.
+        is_native: Use the native kernel.
+
+    Returns:
+        f32 [N, num_heads * head_dim] and the pool.
+    """
+    num = queries.shape[0]
+    if is_native:
+        mixed, *stored = native.attend(
+            (pool.keys, pool.values),
+            queries,
+            keys,
+            values,
+            rows.positions,
+            rows.units,
+            rows.offsets,
+            rows.tables,
+            window,
+            num_decodes=num_decodes,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
+        )
+        return mixed.reshape(num, -1), KvPool(*stored)
+    pool = write(pool, rows.units, rows.offsets, keys, values)
+    parts: list[jax.Array] = []
+    if num_decodes:
+        own = queries[:num_decodes, None], rows.positions[:num_decodes, None]
+        parts.append(attend(spec, pool, *own, rows.tables[:num_decodes], window)[:, 0])
+    if num > num_decodes:
+        own = queries[None, num_decodes:], rows.positions[None, num_decodes:]
+        parts.append(attend(spec, pool, *own, rows.tables[num_decodes:], window)[0])
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0], pool
 
 
 def write(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.kernels import flow
-from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul
-from engine.model.attention import KvPool, attend, write
+from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul, qmatmuls
+from engine.model.attention import KvPool, Rows, attend_step
 from engine.model.place import Place
 from engine.model.rope import angles, rotate
 from engine.model.spec import (
@@ -165,24 +165,29 @@ def _attention(
     x: jax.Array,
     pool: KvPool,
 ) -> tuple[jax.Array, KvPool]:
-    step, num_decodes = context.step, context.num_decodes
+    step = context.step
     pairing = context.spec.ropes[0].pairing
     cos, sin = context.turns[0][place.rope_id], context.turns[1][place.rope_id]
     queries, keys, values = _projections(context, mixer, own, x)
     queries = rotate(pairing, queries, cos, sin)
     keys = rotate(pairing, keys, cos, sin)
-    units = step.pages[place.kind] + place.first_unit
-    pool = write(pool, units, step.offsets, keys, values)
-
-    tables = step.tables[place.kind] + place.first_unit
-    parts: list[jax.Array] = []
-    if num_decodes:
-        rows = queries[:num_decodes, None], step.positions[:num_decodes, None]
-        parts.append(attend(mixer, pool, *rows, tables[:num_decodes], place.window)[:, 0])
-    if x.shape[0] > num_decodes:
-        chunk = queries[None, num_decodes:], step.positions[None, num_decodes:]
-        parts.append(attend(mixer, pool, *chunk, tables[num_decodes:], place.window)[0])
-    mixed = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    rows = Rows(
+        positions=step.positions,
+        units=step.pages[place.kind] + place.first_unit,
+        offsets=step.offsets,
+        tables=step.tables[place.kind] + place.first_unit,
+    )
+    mixed, pool = attend_step(
+        mixer,
+        pool,
+        queries,
+        keys,
+        values,
+        rows,
+        place.window,
+        num_decodes=context.num_decodes,
+        is_native=context.weights.is_native,
+    )
     return _linear(context.weights.arena, own, "attn_output", mixer.biases, mixed), pool
 
 
@@ -197,9 +202,8 @@ def _projections(
         second = first + mixer.num_kv_heads * dim
         queries, keys, values = jnp.split(fused, [first, second], axis=-1)
     else:
-        queries, keys, values = (
-            _linear(arena, own, name, mixer.biases, x) for name in ("attn_q", "attn_k", "attn_v")
-        )
+        names = ("attn_q", "attn_k", "attn_v")
+        queries, keys, values = _linears(arena, own, names, mixer.biases, x)
     if mixer.qk_norm is QkNorm.FULL:
         queries = context.norm(queries, _vector(own, "attn_q_norm.weight"))
         keys = context.norm(keys, _vector(own, "attn_k_norm.weight"))
@@ -212,11 +216,10 @@ def _projections(
 
 
 def _ffn(ffn: DenseFfnSpec, arena: jax.Array, own: LayerArrays, x: jax.Array) -> jax.Array:
-    up = _linear(arena, own, "ffn_up", ffn.biases, x)
     if ffn.is_fused:
-        gate, up = jnp.split(up, 2, axis=-1)
+        gate, up = jnp.split(_linear(arena, own, "ffn_up", ffn.biases, x), 2, axis=-1)
     else:
-        gate = _linear(arena, own, "ffn_gate", ffn.biases, x)
+        gate, up = _linears(arena, own, ("ffn_gate", "ffn_up"), ffn.biases, x)
     gated = _activated(ffn.activation, gate) * up
     return _linear(arena, own, "ffn_down", ffn.biases, gated)
 
@@ -230,8 +233,22 @@ def _activated(activation: Activation, x: jax.Array) -> jax.Array:
 def _linear(
     arena: jax.Array, own: LayerArrays, name: str, biases: frozenset[str], x: jax.Array
 ) -> jax.Array:
-    y = qmatmul(arena, cast(MatrixStack, own[name]), x)
-    return y + _vector(own, f"{name}.bias") if name in biases else y
+    return _linears(arena, own, (name,), biases, x)[0]
+
+
+def _linears(
+    arena: jax.Array,
+    own: LayerArrays,
+    names: tuple[str, ...],
+    biases: frozenset[str],
+    x: jax.Array,
+) -> list[jax.Array]:
+    """Projections of one input, biases added."""
+    products = qmatmuls(arena, [cast(MatrixStack, own[name]) for name in names], x)
+    return [
+        y + _vector(own, f"{name}.bias") if name in biases else y
+        for name, y in zip(names, products, strict=True)
+    ]
 
 
 def _soft_capped(x: jax.Array, cap: float) -> jax.Array:

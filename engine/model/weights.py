@@ -5,6 +5,7 @@ Everything is a pytree, so that a program receives weights as arguments and hold
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,10 +22,14 @@ from engine.model.spec import BlockSpec, ModelSpec, QkNorm
 LayerArrays = Mapping[str, MatrixStack | jax.Array]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arena", "runs", "globals"],
+    meta_fields=["is_native"],
+)
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model.
+    """All weights of a model. `is_native`: laid out for the native kernels.
 
     `runs` has one entry per run of equal blocks (`ModelSpec.runs`): name to a stack of L matrices
     or f32 [L, n] vectors. `globals` holds the embedding, the head and vectors that belong to no
@@ -34,6 +39,7 @@ class Weights:
     arena: jax.Array
     runs: tuple[LayerArrays, ...]
     globals: LayerArrays
+    is_native: bool = False
 
 
 def block_matrices(block: BlockSpec, width: int) -> dict[str, tuple[int, int]]:
@@ -125,8 +131,14 @@ def check_tensors(spec: ModelSpec, file: GgufFile) -> None:
         )
 
 
-def load_weights(spec: ModelSpec, file: GgufFile, progress: Progress | None = None) -> Weights:
-    """Reads all weights of a file, matrices into one arena.
+def load_weights(
+    spec: ModelSpec,
+    file: GgufFile,
+    progress: Progress | None = None,
+    *,
+    is_native: bool = False,
+) -> Weights:
+    """Reads all weights of a file, matrices into one arena, laid out for the kernels that run.
 
     Raises:
         UnsupportedModel: The file does not hold exactly the tensors of `spec`.
@@ -134,18 +146,20 @@ def load_weights(spec: ModelSpec, file: GgufFile, progress: Progress | None = No
     """
     check_tensors(spec, file)
     shapes = expected_shapes(spec)
-    arena = build_arena(file, [n for n, s in shapes.items() if len(s) == 2], progress)
+    arena = build_arena(
+        file, [n for n, s in shapes.items() if len(s) == 2], progress, tiled=is_native
+    )
     vectors = read_vectors(file, [n for n, s in shapes.items() if len(s) == 1])
     runs = tuple(
-        _run_arrays(spec, block, first, count, arena, vectors)
+        _run_arrays(spec, block, first, count, arena, vectors, is_native)
         for block, first, count in spec.runs()
     )
     outside: dict[str, MatrixStack | jax.Array] = {
-        name: MatrixStack.of([arena.matrices[f"{name}.weight"]]).single()
+        name: MatrixStack.of([arena.matrices[f"{name}.weight"]], is_native=is_native).single()
         for name in global_matrices(spec)
     }
     outside |= {name: jnp.asarray(vectors[name]) for name in global_vectors(spec)}
-    return Weights(jax.device_put(arena.data, may_alias=True), runs, outside)
+    return Weights(jax.device_put(arena.data, may_alias=True), runs, outside, is_native)
 
 
 def _run_arrays(
@@ -155,10 +169,13 @@ def _run_arrays(
     count: int,
     arena: Arena,
     vectors: Mapping[str, np.ndarray],
+    is_native: bool,
 ) -> LayerArrays:
     layers = range(first, first + count)
     arrays: dict[str, MatrixStack | jax.Array] = {
-        name: MatrixStack.of([arena.matrices[f"blk.{i}.{name}.weight"] for i in layers])
+        name: MatrixStack.of(
+            [arena.matrices[f"blk.{i}.{name}.weight"] for i in layers], is_native=is_native
+        )
         for name in block_matrices(block, spec.width)
     }
     for name in block_vectors(block, spec.width):

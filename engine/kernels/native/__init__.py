@@ -1,0 +1,135 @@
+"""The native kernels as jax sees them: a C++ library behind XLA's foreign function interface.
+
+The library is built beside this file when the package is installed where a compiler is; without it
+`isa` returns None and everything runs on `engine.kernels.xla`. Loading it registers its functions
+with jax, once per process, which is jax's own global table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.gguf.layouts import Layout
+
+LIBRARY = Path(__file__).parent / "libkvarts_kernels.so"
+
+_TARGETS = ("kvarts_qmatmul", "kvarts_gather", "kvarts_attend_f16", "kvarts_attend_f32")
+# Numbers of kernels.h.
+_KINDS = {"dense": 0, "q8": 1, "q4": 2}
+_NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
+
+
+@functools.cache
+def isa() -> str | None:
+    """Loads the library; returns the instruction set that it chose, None if there is none.
+
+    A library that this jaxlib or this machine cannot load counts as none.
+    """
+    if not LIBRARY.is_file():
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        for name in _TARGETS:
+            capsule = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    except (OSError, AttributeError, ValueError, RuntimeError):
+        return None
+    library.kvarts_isa.restype = ctypes.c_char_p
+    return cast(bytes, library.kvarts_isa()).decode()
+
+
+def qmatmul(
+    arena: jax.Array,
+    table: jax.Array,
+    x: jax.Array,
+    rows: Sequence[int],
+    layouts: Sequence[Layout],
+) -> jax.Array:
+    """Returns `x @ W.T` of several matrices side by side, f32 [N, sum(rows)].
+
+    `table` is int32 [matrices, 4]: index into `layouts`, blocks of codes, scales and offsets.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], sum(rows)), jnp.float32)
+    call = jax.ffi.ffi_call("kvarts_qmatmul", result)
+    return call(arena, table, x, rows=np.array(rows, np.int64), layouts=_described(layouts))
+
+
+def gather_rows(
+    arena: jax.Array, entry: jax.Array, row_ids: jax.Array, cols: int, layouts: Sequence[Layout]
+) -> jax.Array:
+    """Returns rows of one matrix decoded to f32 [N, cols]; `entry` is a row of such a table."""
+    result = jax.ShapeDtypeStruct((row_ids.shape[0], cols), jnp.float32)
+    call = jax.ffi.ffi_call("kvarts_gather", result)
+    return call(arena, entry, row_ids, layouts=_described(layouts))
+
+
+def attend(
+    pool: tuple[jax.Array, jax.Array],
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    units: jax.Array,
+    offsets: jax.Array,
+    tables: jax.Array,
+    window: jax.Array,
+    *,
+    num_decodes: int,
+    scale: float,
+    soft_cap: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Stores a step's keys and values in the pool, in place, and attends all its tokens.
+
+    Args:
+        pool: Keys and values, f16 or f32 [units, page, kv_heads, head_dim]; donated.
+        queries: f32 [N, heads, head_dim], rotated; keys and values [N, kv_heads, head_dim].
+        positions: int32 [N], -1 for padding, whose result is 0.
+        units: int32 [N], where each token is stored; `offsets` its place in the page.
+        tables: int32 [R, W]: of each decode row, then of the chunk.
+        window: int32 scalar, how many tokens a query sees.
+        num_decodes: Tokens before the chunk.
+        scale: Of the scores, which `soft_cap` > 0 then bounds.
+
+    Returns:
+        f32 [N, heads, head_dim] and the pool.
+    """
+    target = "kvarts_attend_f16" if pool[0].dtype == jnp.float16 else "kvarts_attend_f32"
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (queries, *pool)]
+    call = jax.ffi.ffi_call(target, results, input_output_aliases={8: 1, 9: 2})
+    mixed, pool_keys, pool_values = call(
+        queries,
+        keys,
+        values,
+        positions,
+        units,
+        offsets,
+        tables,
+        window,
+        *pool,
+        num_decodes=np.int64(num_decodes),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap),
+    )
+    return mixed, pool_keys, pool_values
+
+
+def _described(layouts: Sequence[Layout]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """(kind, number, group, has offset) of each layout, flat."""
+    numbers = [
+        (
+            _KINDS[layout.kind],
+            _NUMBERS[layout.dtype or layout.scale_dtype or "f32"],
+            layout.group or 0,
+            int(layout.has_offset),
+        )
+        for layout in layouts
+    ]
+    return np.array(numbers, np.int64).ravel()

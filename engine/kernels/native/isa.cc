@@ -1,0 +1,13 @@
+// One instruction set's kernels: compiled once per set, with that set's flags and KVARTS_ISA.
+#include "attention_kernels.h"
+#include "qmatmul_kernels.h"
+
+#define KVARTS_TEXT_(x) #x
+#define KVARTS_TEXT(x) KVARTS_TEXT_(x)
+
+namespace kvarts {
+namespace KVARTS_ISA {
+extern const Kernels kernels;
+const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, store_tokens, attend_blocks};
+}  // namespace KVARTS_ISA
+}  // namespace kvarts

@@ -1,0 +1,64 @@
+// Work split over XLA's own threads. The caller can finish everything alone, so a helper that is
+// late, or never comes because the machine is busy, delays nobody.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace kvarts {
+
+constexpr int kSpins = 2000;  // a few microseconds, then the caller sleeps
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Calls fn(first, end) for pieces of [0, count), each at least `grain` long but the last.
+template <typename Fn>
+void parallel_for(xla::ffi::ThreadPool pool, int64_t count, int64_t grain, Fn fn) {
+  const int64_t pieces = (count + grain - 1) / grain;
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
+  if (helpers <= 0) {
+    if (count > 0) fn(0, count);
+    return;
+  }
+  struct State {
+    State(Fn fn, int64_t count, int64_t grain, int64_t pieces)
+        : fn(std::move(fn)), count(count), grain(grain), pieces(pieces) {}
+    Fn fn;
+    const int64_t count, grain, pieces;
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+
+    void work() {
+      for (int64_t piece; (piece = next.fetch_add(1)) < pieces;) {
+        fn(piece * grain, std::min(count, (piece + 1) * grain));
+        if (done.fetch_add(1) + 1 == pieces) {
+          std::lock_guard<std::mutex> lock(mutex);
+          all_done.notify_one();
+        }
+      }
+    }
+  };
+  // Shared: a helper may wake after the caller has returned.
+  auto state = std::make_shared<State>(std::move(fn), count, grain, pieces);
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->work(); });
+  state->work();
+  for (int spin = 0; spin < kSpins && state->done.load() < pieces; ++spin) relax();
+  if (state->done.load() == pieces) return;
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_done.wait(lock, [&] { return state->done.load() == pieces; });
+}
+
+}  // namespace kvarts

@@ -1,0 +1,188 @@
+// Lanes of f32 and i32, and the few primitives that differ between instruction sets.
+//
+// Everything else is written on vector extensions of GCC and Clang. All arithmetic that reaches a
+// result is one multiply-add per element in a fixed order, so that every instruction set with a
+// fused multiply-add gives the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace kvarts {
+namespace KVARTS_ISA {
+
+// A tile of a matrix has 16 rows; where a register has fewer lanes, it is walked in parts.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float F32 __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t U8 __attribute__((vector_size(4 * kLanes)));
+
+template <typename V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <typename V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+inline F32 splat(float x) { return x - F32{}; }
+
+inline F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
+
+inline F32 fma(F32 a, F32 b, F32 c) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (F32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+  uint32_t bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000u | (mantissa << 13);
+  } else if (exponent) {
+    bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+  } else {
+    const float subnormal = (float)mantissa * 0x1p-24f;
+    std::memcpy(&bits, &subnormal, 4);
+    bits |= sign;
+  }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline F32 load_f16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (F32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  F32 r;
+  for (int i = 0; i < kLanes; ++i) r[i] = half_to_float(p[i]);
+  return r;
+#endif
+}
+
+inline F32 load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return (F32)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return (F32)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+#else
+  I32 bits;
+  for (int i = 0; i < kLanes; ++i) bits[i] = (int32_t)((uint32_t)p[i] << 16);
+  return (F32)bits;
+#endif
+}
+
+// Four activations, repeated for every lane.
+#if defined(__AVX512F__)
+typedef __m512i Four;
+inline Four four(const int8_t* x) {
+  int32_t bits;
+  std::memcpy(&bits, x, 4);
+  return _mm512_set1_epi32(bits);
+}
+#elif defined(__AVX2__)
+typedef __m256i Four;
+inline Four four(const int8_t* x) {
+  int32_t bits;
+  std::memcpy(&bits, x, 4);
+  return _mm256_set1_epi32(bits);
+}
+#else
+typedef const int8_t* Four;
+inline Four four(const int8_t* x) { return x; }
+#endif
+
+// acc[r] += sum over i in 0..3 of codes[4r + i] * x[i], codes unsigned, x signed.
+// kMost bounds the codes: below 128 two products fit in 16 bits.
+template <int kMost>
+inline I32 dot4(I32 acc, U8 codes, Four x) {
+#if defined(__AVX512VNNI__)
+  return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, x);
+#elif defined(__AVXVNNI__)
+  return (I32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, x);
+#elif defined(__AVX2__)
+  const __m256i c = (__m256i)codes, ones = _mm256_set1_epi16(1);
+  if constexpr (kMost < 128) {
+    return (I32)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(_mm256_maddubs_epi16(c, x), ones));
+  } else {
+    const __m256i byte = _mm256_set1_epi16(0x00ff);
+    const __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(c, byte), x);
+    const __m256i odd = _mm256_maddubs_epi16(_mm256_andnot_si256(byte, c), x);
+    const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones));
+    return (I32)_mm256_add_epi32((__m256i)acc, sum);
+  }
+#else
+  for (int r = 0; r < kLanes; ++r)
+    for (int i = 0; i < 4; ++i) acc[r] += (int32_t)codes[4 * r + i] * x[i];
+  return acc;
+#endif
+}
+
+// Sums of 16 lanes go as a tree: lane i and i + 8, then i + 4, + 2, + 1, whatever the register.
+constexpr int kParts16 = 16 / kLanes;
+
+inline float sum16(const F32* parts) {
+  float t[16];
+  std::memcpy(t, parts, 64);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) t[i] += t[i + width];
+  return t[0];
+}
+
+// The same for 16 vectors at once: to[k] is the sum of v[k], as sum16 gives it.
+inline void sums16(const F32 (*v)[kParts16], float* to) {
+#if defined(__AVX512F__)
+  // Each step folds two vectors into one: the first's sums in the lower lanes of each half.
+  __m512 a[16];
+  for (int k = 0; k < 16; ++k) a[k] = (__m512)v[k][0];
+  __m512 b[8], c[4], d[2];
+  for (int k = 0; k < 8; ++k) {  // lanes i and i + 8 of vectors k and k + 8
+    b[k] = _mm512_add_ps(_mm512_shuffle_f32x4(a[k], a[k + 8], 0x44), _mm512_shuffle_f32x4(a[k], a[k + 8], 0xee));
+  }
+  for (int k = 0; k < 4; ++k) {  // + 4: 128-bit lanes 0 and 1, 2 and 3
+    c[k] = _mm512_add_ps(_mm512_shuffle_f32x4(b[k], b[k + 4], 0x88), _mm512_shuffle_f32x4(b[k], b[k + 4], 0xdd));
+  }
+  for (int k = 0; k < 2; ++k) {  // + 2
+    d[k] = _mm512_add_ps(_mm512_shuffle_ps(c[k], c[k + 2], 0x44), _mm512_shuffle_ps(c[k], c[k + 2], 0xee));
+  }
+  const __m512 e = _mm512_add_ps(_mm512_shuffle_ps(d[0], d[1], 0x88), _mm512_shuffle_ps(d[0], d[1], 0xdd));  // + 1
+  // The lanes of e hold the vectors in this order.
+  const __m512i place = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  _mm512_storeu_ps(to, _mm512_permutexvar_ps(place, e));
+#else
+  for (int k = 0; k < 16; ++k) to[k] = sum16(v[k]);
+#endif
+}
+
+}  // namespace KVARTS_ISA
+}  // namespace kvarts
