@@ -253,6 +253,13 @@ async def test_a_prompt_of_another_key_is_never_reused() -> None:
     assert cached[2] > 0
 
 
+async def test_the_build_looks_like_the_peers() -> None:
+    async with serving() as it:
+        info = (await it.model.GetServerInfo(model_pb2.GetServerInfoRequest())).info
+    assert info.version
+    assert info.build_info == f"b0-{info.version}"
+
+
 async def test_no_adapters_are_loaded() -> None:
     async with serving() as it:
         reply = await it.lora.ListAdapters(lora_pb2.ListAdaptersRequest())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.types import Mirostat, SamplingParams
+from engine.types import Mirostat, Sampler, SamplingParams
 from gateway.options import GatewayOptions, decode_options
 from service.flag_table import FLAGS
 from service.flags import FlagError, parse
@@ -53,6 +53,12 @@ def test_keys_and_values_have_one_type() -> None:
     assert _service("-ctk", "f32", "-ctv", "f32").engine.kv_dtype == "f32"
     with pytest.raises(FlagError, match="-ctk f32 and -ctv f16"):
         _service("-ctk", "f32")
+
+
+def test_a_chain_in_letters_was_given_too() -> None:
+    options = _service("--sampling-seq", "kt")
+    assert options.defaults.sampling.samplers == (Sampler.TOP_K, Sampler.TEMPERATURE)
+    assert options.sampling_given == {"samplers"}
 
 
 def test_sampling_says_what_was_given() -> None:
