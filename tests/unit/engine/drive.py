@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from engine.failpoints import Failpoints
@@ -57,6 +58,7 @@ class Drive:
         self.runner.next_token = next_token
         self.runner.keep_batches = True
         self.events: list[tuple[str, Event]] = []
+        self._told: defaultdict[str, list[Event]] = defaultdict(list)
         self.num_calls = 0
         self.engine = fake_engine(
             self._on_events,
@@ -71,6 +73,8 @@ class Drive:
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         self.num_calls += 1
         self.events += events
+        for name, event in events:
+            self._told[name].append(event)
         for _, event in events:
             cause = event.error.__cause__ if isinstance(event, Failed) else None
             if isinstance(cause, AssertionError):
@@ -97,7 +101,7 @@ class Drive:
         return self
 
     def of(self, request_id: str) -> list[Event]:
-        return [event for name, event in self.events if name == request_id]
+        return list(self._told[request_id])
 
     def started(self, request_id: str) -> Started:
         (event,) = [event for event in self.of(request_id) if isinstance(event, Started)]
