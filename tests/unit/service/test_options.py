@@ -210,6 +210,14 @@ def test_a_file_of_a_repository_needs_the_repository() -> None:
         _service("--hf-file", "a.gguf")
 
 
+def test_the_folder_of_slot_files_must_exist(tmp_path: Path) -> None:
+    assert _service().slot_save_path is None
+    assert _service("--slot-save-path", str(tmp_path)).slot_save_path == str(tmp_path)
+    for name in (tmp_path / "none", Path(__file__)):
+        with pytest.raises(FlagError, match=f"--slot-save-path {name}: is not a folder"):
+            _service("--slot-save-path", str(name))
+
+
 def test_config_files_are_the_systems_then_the_users() -> None:
     paths = config_file_paths({"XDG_CONFIG_HOME": "/u"})
     assert paths == (Path("/etc/llama.cpp/config.ini"), Path("/u/llama.cpp/config.ini"))
