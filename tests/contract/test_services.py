@@ -1,10 +1,12 @@
-"""The unary services: tokenisation, facts, slots, adapters, pools; and the metrics."""
+"""The unary services: tokenisation, facts, slots, adapters, pools; and log lines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kvarts.v1 import (
@@ -16,6 +18,7 @@ from kvarts.v1 import (
     tokenization_pb2,
 )
 
+from engine.scheduling.erasing import ErasedSlot
 from engine.types import Sampler, SamplingParams
 from service.defaults import GenerationDefaults
 from service.loaded import ModelNames
@@ -215,10 +218,22 @@ async def test_an_erased_slot_holds_nothing() -> None:
 async def test_giving_up_the_wait_for_a_busy_slot_leaves_it_as_it_is() -> None:
     gate = StepGate()
     async with serving(runner=gated_runner(gate)) as it:
+        given_up = asyncio.Event()
+        erase_slot = it.engine.erase_slot
+
+        def watched(*args: Any, **kwargs: Any) -> Future[ErasedSlot]:
+            done = erase_slot(*args, **kwargs)
+            done.add_done_callback(lambda _: given_up.set())
+            return done
+
+        it.engine.erase_slot = watched
         call = asyncio.create_task(it.collect(GenerateRequest(text="abc", slot_id=1, max_tokens=2)))
         await gate.arrival()
         erase = it.slots.EraseSlot(slot_pb2.EraseSlotRequest(slot_id=1), timeout=0.3)
         expired = await failure(erase)
+        # The client's clock rings first: the slot must not be free before the server has heard.
+        async with asyncio.timeout(30):
+            await given_up.wait()
         gate.open()
         await call
         slots = (await it.slots.ListSlots(slot_pb2.ListSlotsRequest())).slots
