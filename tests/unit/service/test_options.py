@@ -3,12 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvarts.v1.generation_pb2 import GenerateRequest
 
 from engine.types import Mirostat, Sampler, SamplingParams
 from gateway.options import GatewayOptions, decode_options
+from service.convert import from_sampling
 from service.flag_table import FLAGS
+from service.flag_table.sampling import SAMPLING
 from service.flags import FlagError, parse
 from service.options import ServiceOptions, config_file_paths, gateway_options, service_options
+from service.validate import Limits, check_generate
 
 
 def _service(*words: str, **environ: str) -> ServiceOptions:
@@ -53,6 +57,20 @@ def test_keys_and_values_have_one_type() -> None:
     assert _service("-ctk", "f32", "-ctv", "f32").engine.kv_dtype == "f32"
     with pytest.raises(FlagError, match="-ctk f32 and -ctv f16"):
         _service("-ctk", "f32")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [flag.names[-1] for flag in SAMPLING if flag.kind.metavar in ("X", "N")],
+)
+@pytest.mark.parametrize("value", ["-1e39", "-2", "-1", "0", "0.5", "1", "2", "1e39"])
+def test_every_default_that_is_taken_is_one_that_a_request_may_have(flag: str, value: str) -> None:
+    try:
+        options = _service(flag, value)
+    except FlagError:
+        return
+    sampling = from_sampling(options.defaults.sampling)
+    check_generate(GenerateRequest(text="x", sampling=sampling), Limits(1, 100, 64))
 
 
 def test_a_chain_in_letters_was_given_too() -> None:
