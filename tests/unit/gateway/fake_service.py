@@ -158,6 +158,9 @@ class FakeService(
         self.model = _model()
         self.info = _info()
         self.adapters: list[lora_pb2.Adapter] = []
+        # The calls of TokenizationService as they come; a service that stops refuses them.
+        self.text_calls = asyncio.Queue[str]()
+        self.is_stopping = False
         self._server = grpc.aio.server()
         # The health package has no types.
         self._health = cast(Any, health_service).aio.HealthServicer()
@@ -200,8 +203,14 @@ class FakeService(
             if not is_done:
                 call.was_cancelled.set()
 
+    async def _take_text_call(self, name: str, context: Any) -> None:
+        if self.is_stopping:
+            refusal = failing(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "stops")
+            await context.abort_with_status(rpc_status.to_status(refusal.status))
+        self.text_calls.put_nowait(name)
+
     async def Tokenize(self, request: Any, context: Any) -> tokenization_pb2.TokenizeResponse:
-        del context
+        await self._take_text_call("Tokenize", context)
         tokens: list[int] = []
         parts = request.mixed.parts if request.HasField("mixed") else None
         if parts is None:
@@ -219,7 +228,7 @@ class FakeService(
         )
 
     async def Detokenize(self, request: Any, context: Any) -> tokenization_pb2.DetokenizeResponse:
-        del context
+        await self._take_text_call("Detokenize", context)
         raw = decode(request.token_ids)
         return tokenization_pb2.DetokenizeResponse(text=raw.decode(errors="replace"), raw=raw)
 
