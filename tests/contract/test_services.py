@@ -293,6 +293,18 @@ async def test_pools_are_shown() -> None:
     assert reply.state == rebuild_pb2.REBUILD_STATE_SERVING
 
 
+async def test_the_window_pool_is_shown_beside_the_kv_pool() -> None:
+    config = replace(CONFIG, num_slots=2, chunk_tokens=16, swa_evict_interval=8)
+    async with serving(config=config, window=20) as it:
+        await it.collect(GenerateRequest(text="a" * 99, max_tokens=1))
+        reply = await it.rebuild.GetPools(rebuild_pb2.GetPoolsRequest())
+    kv, swa = reply.pools
+    assert (kv.kind, swa.kind) == (rebuild_pb2.POOL_KIND_KV, rebuild_pb2.POOL_KIND_SWA)
+    # Per slot ceil((20 + 16 + 16) / 16) + 1 pages; of 100 tokens those from 64 on are kept.
+    assert (swa.size, swa.floor, swa.used, swa.pinned, swa.free) == (10, 10, 0, 3, 7)
+    assert reply.budget_bytes == kv.size * kv.unit_bytes + swa.size * swa.unit_bytes
+
+
 async def test_each_call_has_one_log_line_without_its_content(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
