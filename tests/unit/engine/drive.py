@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from engine.failpoints import Failpoints
 from engine.memory.planner import plan_memory
 from engine.types import (
@@ -17,9 +19,53 @@ from engine.types import (
     PoolInfo,
     PoolKind,
     Progress,
+    Request,
     Started,
 )
-from tests.fakes import FakeClock, fake_engine, fake_shape, fitting_runner
+from tests.fakes import (
+    FakeClock,
+    FakeTokenizer,
+    fake_engine,
+    fake_shape,
+    fitting_runner,
+    model_logits,
+)
+
+A, B = 67, 68
+
+
+def ask(
+    name: str,
+    prompt: Sequence[int] = (A, B, A),
+    max_tokens: int | None = 5,
+    *,
+    slot_id: int | None = None,
+    tenant: str = "",
+    cache_prompt: bool = True,
+    progress: bool = False,
+    deadline_s: float | None = None,
+) -> Request:
+    return Request(
+        name,
+        tuple(prompt),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        slot_id=slot_id,
+        tenant=tenant,
+        cache_prompt=cache_prompt,
+        progress=progress,
+        deadline_s=deadline_s,
+    )
+
+
+def solo(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
+    """The fake model's greedy answer, without an engine."""
+    history = list(prompt)
+    for _ in range(count):
+        logits = model_logits(history, FakeTokenizer().vocab_size, window)
+        logits[1] = -np.inf
+        history.append(int(logits.argmax()))
+    return history[len(prompt) :]
 
 
 class Drive:

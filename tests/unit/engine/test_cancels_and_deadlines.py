@@ -9,13 +9,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from engine.errors import DeadlineExceeded
 from engine.types import CancelCause, Cancelled, Failed, Finished, FinishReason, Request
-from tests.fakes import FakeTokenizer, model_logits
-from tests.unit.engine.drive import Drive
+from tests.unit.engine.drive import Drive, solo
 
 NUM_CANCELS = 1000
 NUM_DEADLINES, NUM_PAST = 500, 100
@@ -39,20 +37,11 @@ def draw_request(rng: random.Random, name: str, deadline_s: float | None = None)
     )
 
 
-def solo(request: Request, count: int, window: int | None) -> list[int]:
-    history = list(request.prompt)
-    for _ in range(count):
-        logits = model_logits(history, FakeTokenizer().vocab_size, window)
-        logits[1] = -np.inf
-        history.append(int(logits.argmax()))
-    return history[len(request.prompt) :]
-
-
 def judge_bystander(drive: Drive, request: Request, window: int | None) -> None:
     finished = drive.finished(request.request_id)
     assert finished.reason in (FinishReason.LENGTH, FinishReason.CONTEXT_FULL)
     tokens = drive.tokens(request.request_id)
-    assert tokens == solo(request, len(tokens), window)
+    assert tokens == solo(request.prompt, len(tokens), window)
 
 
 def judge_afterwards(drive: Drive, window: int | None) -> None:
@@ -169,7 +158,7 @@ def test_hundreds_of_deadlines_end_in_time(window: int | None) -> None:
     assert min(ends[Failed] - NUM_PAST, ends[Finished]) >= 50, ends
     for request in bounded.values():
         tokens = drive.tokens(request.request_id)
-        assert tokens == solo(request, len(tokens), window)
+        assert tokens == solo(request.prompt, len(tokens), window)
     assert len(bystanders) >= 30
     for request in bystanders.values():
         judge_bystander(drive, request, window)
