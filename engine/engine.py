@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from engine.errors import EngineFault, NoSuchSlot, ShuttingDown
+from engine.errors import ContextOverflow, EngineFault, NoSuchSlot, ShuttingDown
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.pages import PageAllocator
@@ -153,9 +153,11 @@ class Engine:
                 self._gate.enter(request)
                 submitted_s = self._clock()
                 self._post(lambda: self._scheduler.submit(request, submitted_s))
-        except Exception:
+        except Exception as error:
             with self._wake:
                 self._gate.num_refused += 1
+                if isinstance(error, ContextOverflow) and self._is_open:
+                    self._post(self._passing_over(request))
             raise
 
     def cancel(self, request_id: str, cause: CancelCause) -> None:
@@ -274,6 +276,16 @@ class Engine:
         fault = EngineFault(self._new_error_id())
         fault.__cause__ = self._fault
         return fault
+
+    def _passing_over(self, request: Request) -> Callable[[], None]:
+        # A slot holds less than a context: the rest of the prompt need not be kept until then.
+        prompt = request.prompt[: self._limits.context_tokens]
+        tenant, pinned = request.tenant, request.slot_id
+        return lambda: self._scheduler.pass_over(prompt, tenant=tenant, pinned=pinned)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._fault is None and self._stop_at_s is None
 
     def _refuse_if_closed(self) -> None:
         if self._fault is not None:

@@ -93,13 +93,7 @@ def load_engine(
         _check_vocab(file.name, spec, vocab)
         # The tokenizer is built in the interpreter while numpy fills the arena and XLA compiles.
         with ThreadPoolExecutor(1) as side:
-            tokenizing = side.submit(
-                load_tokenizer,
-                vocab,
-                pre_override=pre_override,
-                model_name=facts.name,
-                architecture=facts.architecture,
-            )
+            tokenizing = side.submit(_load_texts, vocab, facts, pre_override)
             weights = load_weights(
                 spec, file, lambda done, total: report(LoadProgress("weights", done, total))
             )
@@ -107,11 +101,11 @@ def load_engine(
                 tokenizing.result()  # a refusal need not wait for the compiler
             runner = JaxRunner(spec, weights, _runner_config(config, plan))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
-            tokenizer = tokenizing.result()
+            tokenizer, sampler_vocab = tokenizing.result()
     engine_parts = EngineParts(
         runner=runner,
         tokenizer=tokenizer,
-        begin_chain=_chain_factory(tokenizer, vocab),
+        begin_chain=_chain_factory(sampler_vocab),
         begin_text=TextStream,
         **parts,
     )
@@ -163,12 +157,25 @@ def _check_vocab(name: str, spec: ModelSpec, vocab: Vocab) -> None:
         )
 
 
-def _chain_factory(tokenizer: Tokenizer, vocab: Vocab) -> Callable[[Request, int], Chain]:
+def _load_texts(
+    vocab: Vocab, facts: FileFacts, pre_override: str | None
+) -> tuple[Tokenizer, SamplerVocab]:
+    tokenizer = load_tokenizer(
+        vocab,
+        pre_override=pre_override,
+        model_name=facts.name,
+        architecture=facts.architecture,
+    )
     end = vocab.eot_token if vocab.eot_token is not None else vocab.eos_token
     sampler_vocab = SamplerVocab.of(
         tokenizer, end_of_turn=end, suppressed_tokens=frozenset(vocab.suppress_tokens)
     )
+    # The first request with DRY would build it in a step: 0.2 s and 25 MB at 262k tokens.
+    _ = sampler_vocab.words
+    return tokenizer, sampler_vocab
 
+
+def _chain_factory(sampler_vocab: SamplerVocab) -> Callable[[Request, int], Chain]:
     def begin(request: Request, seed: int) -> Chain:
         prompt: Sequence[int] = request.prompt
         return Chain(

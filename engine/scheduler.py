@@ -6,7 +6,7 @@ no thread, transport or array; the policies are in `engine.scheduling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.errors import DeadlineExceeded, EngineError, EngineFault
@@ -111,6 +111,15 @@ class Scheduler:
         arrival = self._queue.discard(request_id)
         if arrival is not None:
             self._ledger.cancelled(arrival.request, cause, arrival.row)
+
+    def pass_over(self, prompt: Sequence[int], *, tenant: str, pinned: int | None) -> None:
+        """Counts a prompt that was refused for its length as a use of the slot it would have got.
+
+        Source: llama.cpp looks at a prompt's length after it has given it a slot.
+        """
+        slot = self._table.choose(prompt, tenant=tenant, pinned=pinned)
+        if slot is not None:
+            self._table.release(slot)
 
     def erase(self, erasure: Erasure) -> None:
         """Erases a slot in the next step in which it is idle."""

@@ -2,31 +2,36 @@
 
 Body -> prompts and parameters -> one call per prompt and sample -> a stream of events or one
 answer. A client that leaves ends the work at once, also while it is queued: nothing is sent
-before a slot has started, so the first error of a stream is a plain HTTP error.
+before a slot has started, so the first error of a stream is a plain HTTP error. Nothing is asked
+of the service once the last event is there, since a service that stops answers no more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from kvarts.v1 import generation_pb2, tokenization_pb2
+from kvarts.v1 import generation_pb2
 from starlette.responses import Response
 
-from gateway import probabilities
+from gateway import end_facts, probabilities
 from gateway.connection import Connection, json_response
 from gateway.dialect import Dialect, Outcome, Step
+from gateway.end_facts import EndFacts
 from gateway.errors import ApiError, FieldError, invalid
 from gateway.facts import Facts
 from gateway.peer_json import Json
-from gateway.prompts import Prompt, check_vocabulary, read_prompts, tokenize, tokenize_all
+from gateway.prompts import Prompt, check_vocabulary, read_prompts, tokenize_all
 from gateway.requests import Job, check_params, make_jobs, resolve
 from gateway.run import Event, Run, Sample, timings_of
 from gateway.schema import CompletionParams, read_params
-from gateway.service import Metadata, Service, answer
+from gateway.service import Metadata, Service
 from gateway.sse import EventStream, frame
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,29 @@ class Backend:
     service: Service
     facts: Facts
     metadata: Metadata
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The jobs of one body, and how their answers look."""
+
+    backend: Backend
+    jobs: Sequence[Job]
+    dialect: Dialect
+
+    def run(self) -> Run:
+        """The calls that generate."""
+        backend = self.backend
+        return Run(backend.service, self.jobs, backend.metadata, backend.facts.info.num_slots)
+
+    async def end_facts(self) -> EndFacts:
+        """The calls for what the answers' ends show."""
+        return await end_facts.ask(
+            self.backend.service,
+            self.jobs,
+            self.backend.metadata,
+            needs_prompt_text=self.dialect.needs_prompt_text,
+        )
 
 
 async def complete(
@@ -48,10 +76,10 @@ async def complete(
     """
     prompts, params = read_body(body, backend.facts)
     jobs = await connection.while_connected(_prepare(backend, body, prompts, params))
-    run = Run(backend.service, jobs, backend.metadata, backend.facts.info.num_slots)
+    work = _Work(backend, jobs, dialect)
     if not params.stream:
-        return await connection.while_connected(_whole(backend, run, dialect))
-    frames = _frames(backend, run, dialect, params)
+        return await connection.while_connected(_whole(work))
+    frames = _frames(work, params)
     try:
         # The headers' turn: a frame without bytes, or an error that is not in-band yet.
         await connection.while_connected(anext(frames))
@@ -91,29 +119,34 @@ async def _prepare(
     return make_jobs(facts, body, resolved, tokens)
 
 
-async def _whole(backend: Backend, run: Run, dialect: Dialect) -> Response:
-    async with run:
+async def _whole(work: _Work) -> Response:
+    async with _beside(work.end_facts()) as asking, work.run() as run:
+        # A refusal must not wait for the answers that it makes useless.
+        facts = await asking
         samples = await run.collect()
-    outcomes = [await _outcome(backend, sample, dialect) for sample in samples]
-    return json_response(dialect.whole(outcomes))
+    return json_response(work.dialect.whole([_outcome(sample, facts) for sample in samples]))
 
 
-async def _frames(
-    backend: Backend, run: Run, dialect: Dialect, params: CompletionParams
-) -> AsyncGenerator[bytes, None]:
+async def _frames(work: _Work, params: CompletionParams) -> AsyncGenerator[bytes, None]:
     """Yields b"" once the headers may go, then the bytes of every event."""
-    headers_sent = False
-    async with run, contextlib.aclosing(run.events()) as events:
+    dialect, facts = work.dialect, None
+    async with (
+        _beside(work.end_facts()) as asking,
+        work.run() as run,
+        contextlib.aclosing(run.events()) as events,
+    ):
         try:
             async for sample, event in events:
-                data = await _events_of(backend, dialect, sample, event, is_first=not headers_sent)
-                if not headers_sent:
-                    headers_sent = True
+                is_first = facts is None
+                if facts is None:
+                    facts = await asking
+                data = _events_of(dialect, sample, event, facts, is_first=is_first)
+                if is_first:
                     yield b""
                 if data:
                     yield b"".join(frame(value) for value in data)
         except ApiError as error:
-            if not headers_sent:
+            if facts is None:
                 raise
             yield frame({"error": error.body.to_json()})
             return
@@ -121,8 +154,19 @@ async def _frames(
         yield dialect.terminator
 
 
-async def _events_of(
-    backend: Backend, dialect: Dialect, sample: Sample, event: Event, *, is_first: bool
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, T]) -> AsyncGenerator[asyncio.Task[T]]:
+    """Does work beside what stands inside, which may await it; leaving cancels it."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _events_of(
+    dialect: Dialect, sample: Sample, event: Event, facts: EndFacts, *, is_first: bool
 ) -> Sequence[Json]:
     params = sample.job.params
     match event:
@@ -136,7 +180,7 @@ async def _events_of(
         case generation_pb2.Chunk():
             return [] if event.mid_character else dialect.step(_step(sample, event))
         case generation_pb2.Finished():
-            return dialect.end(await _end(backend, sample, event, dialect))
+            return dialect.end(_end(sample, event, facts))
 
 
 def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
@@ -150,32 +194,27 @@ def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
     return Step(sample, chunk, timings, entry)
 
 
-async def _end(
-    backend: Backend, sample: Sample, finished: generation_pb2.Finished, dialect: Dialect
-) -> Outcome:
-    prompt_text = await _prompt_text(backend, sample) if dialect.needs_prompt_text else ""
+def _end(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts) -> Outcome:
+    prompt_text = facts.prompt_texts.get(sample.job.prompt, "")
     return Outcome(sample, finished, "", (), (), prompt_text, timings_of(finished))
 
 
-async def _outcome(backend: Backend, sample: Sample, dialect: Dialect) -> Outcome:
+def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
     finished = sample.finished
     assert finished is not None
     params = sample.job.params
-    entries = await _entries(backend, sample, finished)
     return Outcome(
         sample=sample,
         finished=finished,
         text="".join(chunk.text for chunk in sample.chunks) + finished.unsent_text,
         tokens=[chunk.token_id for chunk in sample.chunks] if params.return_tokens else (),
-        probabilities=entries,
-        prompt_text=await _prompt_text(backend, sample) if dialect.needs_prompt_text else "",
+        probabilities=_entries(sample, finished, facts),
+        prompt_text=facts.prompt_texts.get(sample.job.prompt, ""),
         timings=timings_of(finished),
     )
 
 
-async def _entries(
-    backend: Backend, sample: Sample, finished: generation_pb2.Finished
-) -> Sequence[Json]:
+def _entries(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts) -> Sequence[Json]:
     """One entry per step that did not end inside a character, but for those of a stop text."""
     params = sample.job.params
     if params.n_probs <= 0:
@@ -186,15 +225,6 @@ async def _entries(
         if not chunk.mid_character
     ]
     if finished.finish_reason == generation_pb2.FINISH_REASON_STOP:
-        stop = Prompt((finished.stop_string,))
-        tokens = await tokenize(
-            backend.service, stop, backend.metadata, add_special=False, parse_special=False
-        )
-        return entries[: max(0, len(entries) - len(tokens))]
+        num_cut = facts.stop_lengths[finished.stop_string]
+        return entries[: max(0, len(entries) - num_cut)]
     return entries
-
-
-async def _prompt_text(backend: Backend, sample: Sample) -> str:
-    request = tokenization_pb2.DetokenizeRequest(token_ids=sample.job.prompt, render_special=True)
-    call = backend.service.tokenization.Detokenize(request, metadata=backend.metadata)
-    return (await answer(call)).text

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, Protocol, cast
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar, cast
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvarts.v1 import model_pb2
@@ -15,23 +18,47 @@ from gateway.facts import Facts, gather
 from gateway.options import GatewayOptions
 from gateway.service import Service, credentials
 
+T = TypeVar("T")
 WATCHED = "kvarts.v1.GenerationService"
 _LOG = logging.getLogger(__name__)
 # Between two tries to reach a service that is away. A readiness probe asks every 10 ms.
 _RETRY_S = 0.05
+# Between two warnings of the same cause, while tries go on at that pace.
+_REMIND_S = 60.0
+_KEY_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_KEY_HINT = "; --service-key must be a key of the service"
 
 
 class _HealthReply(Protocol):
     status: int
 
 
-class Readiness:
-    """Holds the facts while the service is ready, and None while it loads, rebuilds or is gone."""
+class _Refusal(Exception):
+    """A call of the gateway's own failed: which one, and how."""
 
-    def __init__(self, service: Service, options: GatewayOptions) -> None:
+    def __init__(self, call: str, error: grpc.aio.AioRpcError) -> None:
+        super().__init__(call)
+        self.call = call
+        self.error = error
+
+
+class Readiness:
+    """Holds the facts while the service is ready, and None while it loads, rebuilds or is gone.
+
+    `clock` is monotonic, in seconds; it only spaces out warnings.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        options: GatewayOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._service = service
         self._options = options
+        self._clock = clock
         self._facts: Facts | None = None
+        self._warned_at_s: dict[tuple[str, grpc.StatusCode], float] = {}
 
     @property
     def facts(self) -> Facts | None:
@@ -44,8 +71,8 @@ class Readiness:
             try:
                 async for is_serving in self._health():
                     self._facts = await self._gather() if is_serving else None
-            except grpc.aio.AioRpcError as error:
-                _LOG.debug("the service is away: %s", error.code().name)
+            except _Refusal as refusal:
+                self._report(refusal)
             self._facts = None
             await asyncio.sleep(_RETRY_S)
 
@@ -55,13 +82,46 @@ class Readiness:
         request = cast(Any, health_pb2).HealthCheckRequest(service=WATCHED)
         serving = cast(int, cast(Any, health_pb2).HealthCheckResponse.SERVING)
         replies = cast("AsyncIterator[_HealthReply]", stub.Watch(request, wait_for_ready=True))
-        async for reply in replies:
-            yield reply.status == serving
+        try:
+            async for reply in replies:
+                yield reply.status == serving
+        except grpc.aio.AioRpcError as error:
+            raise _Refusal("Health/Watch", error) from error
 
     async def _gather(self) -> Facts:
         key = credentials(self._options.service_key)
-        model = await self._service.model.GetModel(model_pb2.GetModelRequest(), metadata=key)
-        info = await self._service.model.GetServerInfo(
-            model_pb2.GetServerInfoRequest(), metadata=key
+        stub = self._service.model
+        model = await _named(
+            "ModelService/GetModel", stub.GetModel(model_pb2.GetModelRequest(), metadata=key)
+        )
+        info = await _named(
+            "ModelService/GetServerInfo",
+            stub.GetServerInfo(model_pb2.GetServerInfoRequest(), metadata=key),
         )
         return gather(model.model, info.info, self._options)
+
+    def _report(self, refusal: _Refusal) -> None:
+        """Warns of what will not pass by itself, now and then while it lasts."""
+        error = refusal.error
+        code, text = error.code(), error.details() or "no details"
+        if code is grpc.StatusCode.UNAVAILABLE:
+            _LOG.debug("the service is away: %s", text)
+            return
+        cause, now_s = (refusal.call, code), self._clock()
+        if now_s - self._warned_at_s.get(cause, -math.inf) < _REMIND_S:
+            return
+        self._warned_at_s[cause] = now_s
+        hint = _KEY_HINT if code in _KEY_CODES else ""
+        _LOG.warning("not ready: %s answers %s: %s%s", refusal.call, code.name, text, hint)
+
+
+async def _named(name: str, call: Awaitable[T]) -> T:
+    """Awaits a unary call; a failure tells which it was.
+
+    Raises:
+        _Refusal: the call failed.
+    """
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise _Refusal(name, error) from error

@@ -6,6 +6,7 @@ Reasons come from the ErrorInfo of the call's status details. This module knows 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ _BY_CODE: Mapping[grpc.StatusCode, ErrorKind] = {
     grpc.StatusCode.UNAVAILABLE: _K.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: _K.TIMEOUT,
 }
+_AWAY = "the service cannot be reached"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def refused(error: grpc.aio.AioRpcError) -> Refused:
 def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
     """Turns a failed call into the peer's error body and our cause."""
     details = refused(error)
-    text = error.details() or error.code().name
+    text = _told(error, details)
     if details.reason not in _BY_REASON:
         kind = _BY_CODE.get(error.code(), ErrorKind.SERVER)
         return ApiError(kind, text, headers=_headers(details))
@@ -116,6 +119,18 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
     if details.reason == "CONTEXT_OVERFLOW":
         message, extra = _context_overflow(details.metadata)
     return ApiError(kind, message, extra=extra, headers=_headers(details))
+
+
+def _told(error: grpc.aio.AioRpcError, details: Refused) -> str:
+    """The service's own words. gRPC's, where there are none, may name a socket's path."""
+    code, text = error.code(), error.details() or ""
+    if details.reason:
+        return text or code.name
+    _LOG.debug("a call ended with %s: %s", code.name, text)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and text:
+        # A message that is too large, and the limit.
+        return text
+    return _AWAY if code is grpc.StatusCode.UNAVAILABLE else f"the call failed: {code.name}"
 
 
 def _read_details(status: status_pb2.Status) -> Refused:

@@ -23,6 +23,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _LOGIT_BIAS = re.compile(r"\s*([0-9]{1,10})\s*([+-])\s*(\S+)\s*")
 
 # Letters of --sampler-seq. Source: llama.cpp, common_sampler_type_to_chr.
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 _SAMPLER_LETTERS = {
     "e": Sampler.PENALTIES,
     "d": Sampler.DRY,
@@ -110,9 +111,13 @@ def number(low: float = -math.inf, high: float = math.inf, *, clamp: bool = Fals
         if not math.isfinite(value):
             raise BadValue("must be a finite number")
         if clamp:
-            return min(max(value, low), high)
+            value = min(max(value, low), high)
+        if abs(value) > _MAX_FLOAT32:
+            raise BadValue("must be a number of 32 bits")
         if not low <= value <= high:
-            raise BadValue(f"must be between {low:g} and {high:g}")
+            is_open = high == math.inf
+            limit = f"at least {low:g}" if is_open else f"between {low:g} and {high:g}"
+            raise BadValue(f"must be {limit}")
         return value
 
     return Kind("X", parse)

@@ -25,8 +25,15 @@ InfoResponse = model_pb2.GetServerInfoResponse
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """Tells facts; `wall_clock` gives the time of day, seconds since 1970."""
 
-    def __init__(self, bridge: Bridge, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        has_slot_folder: bool = False,
+    ) -> None:
         self._bridge = bridge
+        self._has_slot_folder = has_slot_folder
         self._start_time = Timestamp()
         self._start_time.FromNanoseconds(round(wall_clock() * 1e9))
 
@@ -51,6 +58,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         model = self._bridge.model
         info = _info(model, model.engine.snapshot())
         info.start_time.CopyFrom(self._start_time)
+        info.features.slot_files = self._has_slot_folder
         return InfoResponse(info=info)
 
 

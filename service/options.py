@@ -99,6 +99,7 @@ class ServiceOptions:
         admin_key: alone opens what changes slots, adapters and pools, if set.
         tls: certificate of the public door; None is plain text.
         shutdown_timeout_s: grace of running requests after the first signal.
+        slot_save_path: existing folder for slot files; None keeps them off.
         device: `auto` or `cpu`.
         pre_override: pre-tokenizer instead of the file's.
         chat_template: Jinja source instead of the file's.
@@ -121,6 +122,7 @@ class ServiceOptions:
     admin_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
     shutdown_timeout_s: float = 2.0
+    slot_save_path: str | None = None
     device: str = "auto"
     pre_override: str | None = None
     chat_template: str | None = None
@@ -151,6 +153,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         admin_key=parsed["admin_key"],
         tls=_tls(parsed),
         shutdown_timeout_s=parsed["shutdown_timeout_s"],
+        slot_save_path=_slot_save_path(parsed),
         device="auto" if parsed["device"] == "auto" else "cpu",
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),
@@ -337,6 +340,13 @@ def _tls(parsed: Parsed) -> TlsFiles | None:
     if ca:
         _read_text(ca, "--ssl-client-ca-file")
     return TlsFiles(cert, key, ca)
+
+
+def _slot_save_path(parsed: Parsed) -> str | None:
+    name = parsed["slot_save_path"]
+    if name is not None and not Path(name).is_dir():
+        raise FlagError(f"--slot-save-path {name}: is not a folder")
+    return name
 
 
 def _chat_template(parsed: Parsed) -> str | None:

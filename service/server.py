@@ -159,6 +159,7 @@ class Server:
 
     def _add_servicers(self) -> None:
         server, bridge = self._grpc, self._bridge
+        has_folder = self._options.slot_save_path is not None
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(bridge, self._metrics), server
         )
@@ -166,8 +167,12 @@ class Server:
             TokenizationServicer(bridge), server
         )
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(bridge), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(bridge), server)
-        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelServicer(bridge, has_slot_folder=has_folder), server
+        )
+        slot_pb2_grpc.add_SlotServiceServicer_to_server(
+            SlotServicer(bridge, self._metrics, has_folder=has_folder), server
+        )
         lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraServicer(bridge), server)
         rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(RebuildServicer(bridge), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -221,6 +226,8 @@ async def serve(
         await server.stop(0.0)
         return 1
     _LOG.info("listening on %s", ", ".join(server.addresses))
+    if options.slot_save_path is not None:
+        _LOG.warning("--slot-save-path: slots can be erased, but not saved or restored yet")
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(server.load(load_model or _named_by(options)))
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)

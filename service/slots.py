@@ -1,11 +1,11 @@
-"""SlotService: lists and empties slots; without a slot directory nothing is saved or restored."""
+"""SlotService: lists and empties slots. Saving and restoring them is refused by name."""
 
 from __future__ import annotations
 
 import grpc
 from kvarts.v1 import slot_pb2, slot_pb2_grpc
 
-from engine.errors import NoSuchSlot
+from engine.errors import EngineError, NoSuchSlot, NotSupported
 from service import telemetry
 from service.bridge import Bridge
 from service.convert import from_slot
@@ -29,11 +29,12 @@ DeleteResponse = slot_pb2.DeleteSlotFileResponse
 
 
 class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
-    """Speaks for the engine's slots."""
+    """Speaks for the engine's slots; `has_folder` says that a folder for slot files was given."""
 
-    def __init__(self, bridge: Bridge, metrics: Metrics) -> None:
+    def __init__(self, bridge: Bridge, metrics: Metrics, *, has_folder: bool = False) -> None:
         self._bridge = bridge
         self._metrics = metrics
+        self._has_folder = has_folder
 
     async def ListSlots(
         self, request: ListRequest, context: grpc.aio.ServicerContext[ListRequest, ListResponse]
@@ -73,12 +74,12 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         """Refuses.
 
         Raises:
-            EngineError: A field is bad; else SlotSaveDisabled.
+            EngineError: A field is bad; else SlotSaveDisabled or, with a folder, NotSupported.
         """
         limits = limits_of(self._bridge.model)
         check_save(request, limits)
         _require_slot(request.slot_id, limits.num_slots)
-        raise SlotSaveDisabled
+        raise self._refusal("saving a slot")
 
     async def RestoreSlot(
         self,
@@ -88,7 +89,7 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         """Refuses.
 
         Raises:
-            EngineError: A field is bad; else SlotSaveDisabled.
+            EngineError: A field is bad; else SlotSaveDisabled or, with a folder, NotSupported.
         """
         limits = limits_of(self._bridge.model)
         faults = Faults()
@@ -96,7 +97,7 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         check_filename(faults, "filename", request.filename)
         faults.raise_if_any()
         _require_slot(request.slot_id, limits.num_slots)
-        raise SlotSaveDisabled
+        raise self._refusal("restoring a slot")
 
     async def ListSlotFiles(
         self, request: FilesRequest, context: grpc.aio.ServicerContext[FilesRequest, FilesResponse]
@@ -104,11 +105,11 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         """Refuses.
 
         Raises:
-            EngineError: A field is bad; else SlotSaveDisabled.
+            EngineError: A field is bad; else SlotSaveDisabled or, with a folder, NotSupported.
         """
         _ = self._bridge.model
         check_page(request)
-        raise SlotSaveDisabled
+        raise self._refusal("listing slot files")
 
     async def DeleteSlotFile(
         self,
@@ -118,13 +119,16 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         """Refuses.
 
         Raises:
-            EngineError: A field is bad; else SlotSaveDisabled.
+            EngineError: A field is bad; else SlotSaveDisabled or, with a folder, NotSupported.
         """
         _ = self._bridge.model
         faults = Faults()
         check_filename(faults, "filename", request.filename)
         faults.raise_if_any()
-        raise SlotSaveDisabled
+        raise self._refusal("deleting a slot file")
+
+    def _refusal(self, feature: str) -> EngineError:
+        return NotSupported(feature) if self._has_folder else SlotSaveDisabled()
 
 
 def _require_slot(slot_id: int, num_slots: int) -> None:

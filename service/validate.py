@@ -69,13 +69,12 @@ def check_request_id(faults: Faults, request_id: str) -> None:
 
 
 def check_generate(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
-    """Checks everything of a generation that needs no tokenizer.
+    """Checks everything of a generation that needs no tokenizer; the engine checks its length.
 
     Raises:
         InvalidField: One field is out of range.
         InvalidFields: Several are.
         TokenNotInVocab: A token id at or past the end of the vocabulary.
-        ContextOverflow: More prompt tokens than a slot's context holds.
     """
     faults = Faults()
     check_request_id(faults, request.request_id)
@@ -91,7 +90,7 @@ def check_generate(request: generation_pb2.GenerateRequest, limits: Limits) -> N
     faults.raise_if_any()
     check_vocab(request.preserved_tokens, limits.vocab_size)
     check_vocab(request.sampling.logit_bias, limits.vocab_size)
-    check_prompt(request.tokens.ids, limits)
+    check_vocab(request.tokens.ids, limits.vocab_size)
 
 
 def check_prompt(tokens: Sequence[int], limits: Limits) -> None:

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import PreTokenizer as AnyPreTokenizer
 from tokenizers.pre_tokenizers import Sequence as Steps
 
+from engine.errors import InvalidField
 from engine.text.pieces import byte_characters
 from engine.text.pretokenizers import PreTokenizer
 
@@ -50,7 +51,11 @@ class BpeEncoder:
         self._tokenizer.pre_tokenizer = _steps(pre_tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of text without special tokens."""
+        """Returns the ids of text without special tokens.
+
+        Raises:
+            InvalidField: a word has millions of characters.
+        """
         return [token_id for part in self._parts(text) for token_id in self._encode_part(part)]
 
     def _parts(self, text: str) -> Iterator[str]:
@@ -81,7 +86,16 @@ class BpeEncoder:
             yield self._merge(word) if token_id is None else (token_id,)
 
     def _merge(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            # The package panics, past every `except Exception`, where its regular expressions
+            # meet a single word of about ten million characters.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidField(
+                "text", f"{len(text)} characters without a break are too long for one word"
+            ) from error
         if not self._spellings:
             return ids
         return list(chain.from_iterable(self._spellings.get(i, (i,)) for i in ids))

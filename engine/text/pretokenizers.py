@@ -61,7 +61,7 @@ _WORD_WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _OTHERS_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 # Blanks up to the last newline among them. The plain `\s*[\r\n]+` gives back one blank at a time
-# where there is none, and the engine panics on more than ten million such steps.
+# where there is none, of which the regular expressions allow ten million in all.
 _NEWLINES = r"(?:[^\S\r\n]*+[\r\n]++)++"
 _BLANKS = r"\s+(?!\S)|\s+"
 _ASCII_MARK = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""

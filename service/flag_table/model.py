@@ -194,6 +194,15 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--slot-save-path",),
+        path("DIR"),
+        "slot_save_path",
+        "folder of slot files, which must exist; opens POST /slots/{id}. For now only "
+        "action=erase works there: save and restore answer 501",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("--queue-requests",),
         integer(1, 1_000_000),
         "queue_requests",

@@ -1,6 +1,7 @@
 """Defaults of the sampler chain.
 
-Ranges are the peer's: a value is clamped where it clamps and refused where it refuses.
+A value is clamped where the peer clamps, or where its sampler takes all beyond for the same. It is
+refused where the peer refuses, or where no request could run under it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ SAMPLING = (
     ),
     _row(
         ("--typical-p", "--typical"),
-        number(),
+        number(0, clamp=True),
         "typical_p",
         "locally typical sampling (1); 1 or more is off",
     ),
@@ -120,7 +121,7 @@ SAMPLING = (
         "taken from a logit for each time its token was seen (0)",
         "LLAMA_ARG_FREQUENCY_PENALTY",
     ),
-    _row(("--dry-multiplier",), number(), "dry_multiplier", "strength of DRY (0); 0 is off"),
+    _row(("--dry-multiplier",), number(0), "dry_multiplier", "strength of DRY (0); 0 is off"),
     _row(("--dry-base",), number(), "dry_base", "base of DRY (1.75); below 1 is ignored"),
     _row(
         ("--dry-allowed-length",),
@@ -148,11 +149,16 @@ SAMPLING = (
         "probability that adaptive-p aims at (-1); below 0 is off",
     ),
     _row(("--adaptive-decay",), number(0, 0.99), "adaptive_decay", "memory of adaptive-p (0.9)"),
-    _row(("--dynatemp-range",), number(), "dynatemp_range", "range of dynamic temperature (0)"),
-    _row(("--dynatemp-exp",), number(), "dynatemp_exponent", "exponent of that range (1)"),
+    _row(
+        ("--dynatemp-range",),
+        number(0, clamp=True),
+        "dynatemp_range",
+        "range of dynamic temperature (0)",
+    ),
+    _row(("--dynatemp-exp",), number(0), "dynatemp_exponent", "exponent of that range (1)"),
     _row(("--mirostat",), integer(0, 2), "mirostat", "0 is off, else the version of Mirostat (0)"),
-    _row(("--mirostat-lr",), number(), "mirostat_eta", "learning rate of Mirostat (0.1)"),
-    _row(("--mirostat-ent",), number(), "mirostat_tau", "target entropy of Mirostat (5)"),
+    _row(("--mirostat-lr",), number(0), "mirostat_eta", "learning rate of Mirostat (0.1)"),
+    _row(("--mirostat-ent",), number(0), "mirostat_tau", "target entropy of Mirostat (5)"),
     _row(
         ("-l", "--logit-bias"),
         LOGIT_BIAS,

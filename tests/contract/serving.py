@@ -176,6 +176,7 @@ async def serving(
     config: EngineConfig = CONFIG,
     runner: FakeRunner | None = None,
     clock: Callable[[], float] | None = None,
+    window: int | None = None,
     model: Mapping[str, Any] | None = None,
     stall_limit_s: float = 30.0,
     stop_s: float = 5.0,
@@ -188,7 +189,8 @@ async def serving(
     engines: list[Engine] = []
 
     def load(sink: EventSink) -> LoadedModel:
-        engines.append(fake_engine(sink, config=config, runner=runner, clock=clock))
+        engine = fake_engine(sink, config=config, runner=runner, clock=clock, window=window)
+        engines.append(engine)
         return fake_model(engines[0], **(model or {}))
 
     await server.load(load)

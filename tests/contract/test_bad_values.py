@@ -203,6 +203,33 @@ BAD: list[tuple[GenerateRequest, str]] = [
     (GenerateRequest(text="x", stop=["s"] * 257), "stop"),
     (GenerateRequest(text="x", stop=["s" * 4097]), "stop[0]"),
     (GenerateRequest(text="x", annotation="s" * 4097), "annotation"),
+    (GenerateRequest(text="x", preserved_tokens=[1] * 65_537), "preserved_tokens"),
+    (
+        GenerateRequest(
+            text="x",
+            grammar="g",
+            grammar_triggers=[generation_pb2.GrammarTrigger(token_id=1)] * 257,
+        ),
+        "grammar_triggers",
+    ),
+    (
+        GenerateRequest(
+            text="x",
+            sampling=SamplingParams(
+                samplers=generation_pb2.SamplerChain(samplers=[generation_pb2.SAMPLER_TOP_K] * 65)
+            ),
+        ),
+        "sampling.samplers.samplers",
+    ),
+    (
+        GenerateRequest(
+            text="x",
+            sampling=SamplingParams(
+                dry_sequence_breakers=common_pb2.StringList(values=["s"] * 257)
+            ),
+        ),
+        "sampling.dry_sequence_breakers.values",
+    ),
     (GenerateRequest(text="x", grammar_lazy=True), "grammar_lazy"),
     (
         GenerateRequest(text="x", grammar="g", grammar_triggers=[generation_pb2.GrammarTrigger()]),

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvarts.v1 import generation_pb2_grpc, model_pb2
 
-from engine.types import EventSink
+from engine.types import EventSink, Request
 from service.loaded import LoadedModel
 from service.server import READY_SERVICE, BindError, Server, serve
 from tests.contract.serving import (
@@ -173,15 +173,32 @@ async def test_64_clients_on_8_slots_all_complete() -> None:
         await settled(it)
 
 
-async def test_256_clients_on_one_connection_are_served_or_refused_with_a_hint() -> None:
-    config = replace(CONFIG, queue_requests=32)
-    async with serving(config=config) as it:
-        calls = [
-            asyncio.create_task(_served(it, GenerateRequest(text="x", max_tokens=8)))
-            for _ in range(256)
+async def test_256_clients_on_one_connection_are_served_in_turn_or_refused_with_a_hint() -> None:
+    gate = StepGate()
+    async with serving(config=replace(CONFIG, queue_requests=32), runner=gated_runner(gate)) as it:
+        taken: list[tuple[int, ...]] = []
+        submit = it.engine.submit
+
+        def watched(request: Request) -> None:
+            submit(request)
+            taken.append(request.prompt)
+
+        it.engine.submit = watched
+        asks = [
+            GenerateRequest(text=f"{i:03d}", max_tokens=8, cache_prompt=False) for i in range(256)
         ]
+        calls = [asyncio.create_task(_served(it, ask)) for ask in asks]
+        # What waits is bounded, so the others are answered while the engine does not move.
+        done: set[asyncio.Task[bool]] = set()
+        while len(done) < 256 - CONFIG.num_slots - 32:
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+            assert done
+        assert not any(task.result() for task in done)
+        gate.open()
         served = await asyncio.gather(*calls)
-        assert any(served)
+        assert sum(served) == len(taken) <= CONFIG.num_slots + 32
+        prompts = [tuple(batch.chunk.tokens) for batch in gate.batches if batch.chunk is not None]
+        assert prompts == taken
         await settled(it)
 
 

@@ -1,10 +1,12 @@
-"""The unary services: tokenisation, facts, slots, adapters, pools; and the metrics."""
+"""The unary services: tokenisation, facts, slots, adapters, pools; and log lines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kvarts.v1 import (
@@ -16,6 +18,7 @@ from kvarts.v1 import (
     tokenization_pb2,
 )
 
+from engine.scheduling.erasing import ErasedSlot
 from engine.types import Sampler, SamplingParams
 from service.defaults import GenerationDefaults
 from service.loaded import ModelNames
@@ -215,10 +218,22 @@ async def test_an_erased_slot_holds_nothing() -> None:
 async def test_giving_up_the_wait_for_a_busy_slot_leaves_it_as_it_is() -> None:
     gate = StepGate()
     async with serving(runner=gated_runner(gate)) as it:
+        given_up = asyncio.Event()
+        erase_slot = it.engine.erase_slot
+
+        def watched(*args: Any, **kwargs: Any) -> Future[ErasedSlot]:
+            done = erase_slot(*args, **kwargs)
+            done.add_done_callback(lambda _: given_up.set())
+            return done
+
+        it.engine.erase_slot = watched
         call = asyncio.create_task(it.collect(GenerateRequest(text="abc", slot_id=1, max_tokens=2)))
         await gate.arrival()
         erase = it.slots.EraseSlot(slot_pb2.EraseSlotRequest(slot_id=1), timeout=0.3)
         expired = await failure(erase)
+        # The client's clock rings first: the slot must not be free before the server has heard.
+        async with asyncio.timeout(30):
+            await given_up.wait()
         gate.open()
         await call
         slots = (await it.slots.ListSlots(slot_pb2.ListSlotsRequest())).slots
@@ -253,6 +268,13 @@ async def test_a_prompt_of_another_key_is_never_reused() -> None:
     assert cached[2] > 0
 
 
+async def test_the_build_looks_like_the_peers() -> None:
+    async with serving() as it:
+        info = (await it.model.GetServerInfo(model_pb2.GetServerInfoRequest())).info
+    assert info.version
+    assert info.build_info == f"b0-{info.version}"
+
+
 async def test_no_adapters_are_loaded() -> None:
     async with serving() as it:
         reply = await it.lora.ListAdapters(lora_pb2.ListAdaptersRequest())
@@ -269,6 +291,18 @@ async def test_pools_are_shown() -> None:
     assert pool.unit_tokens == 16
     assert reply.budget_bytes == 9 * pool.unit_bytes
     assert reply.state == rebuild_pb2.REBUILD_STATE_SERVING
+
+
+async def test_the_window_pool_is_shown_beside_the_kv_pool() -> None:
+    config = replace(CONFIG, num_slots=2, chunk_tokens=16, swa_evict_interval=8)
+    async with serving(config=config, window=20) as it:
+        await it.collect(GenerateRequest(text="a" * 99, max_tokens=1))
+        reply = await it.rebuild.GetPools(rebuild_pb2.GetPoolsRequest())
+    kv, swa = reply.pools
+    assert (kv.kind, swa.kind) == (rebuild_pb2.POOL_KIND_KV, rebuild_pb2.POOL_KIND_SWA)
+    # Per slot ceil((20 + 16 + 16) / 16) + 1 pages; of 100 tokens those from 64 on are kept.
+    assert (swa.size, swa.floor, swa.used, swa.pinned, swa.free) == (10, 10, 0, 3, 7)
+    assert reply.budget_bytes == kv.size * kv.unit_bytes + swa.size * swa.unit_bytes
 
 
 async def test_each_call_has_one_log_line_without_its_content(

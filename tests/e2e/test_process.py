@@ -86,16 +86,7 @@ async def test_sigterm_ends_running_and_queued_requests_and_both_processes(start
 
 @pytest.mark.parametrize(
     ("path", "count"),
-    [
-        ("/v1/completions", "completion_tokens"),
-        pytest.param(
-            "/completion",
-            "tokens_predicted",
-            marks=pytest.mark.xfail(
-                reason="the gateway asks for the prompt's text at the end, which a stop refuses"
-            ),
-        ),
-    ],
+    [("/v1/completions", "completion_tokens"), ("/completion", "tokens_predicted")],
 )
 async def test_a_longer_shutdown_timeout_lets_running_answers_end(
     start: Start, path: str, count: str

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from engine.failpoints import Failpoints
 from engine.memory.planner import plan_memory
@@ -16,9 +19,53 @@ from engine.types import (
     PoolInfo,
     PoolKind,
     Progress,
+    Request,
     Started,
 )
-from tests.fakes import FakeClock, fake_engine, fake_shape, fitting_runner
+from tests.fakes import (
+    FakeClock,
+    FakeTokenizer,
+    fake_engine,
+    fake_shape,
+    fitting_runner,
+    model_logits,
+)
+
+A, B = 67, 68
+
+
+def ask(
+    name: str,
+    prompt: Sequence[int] = (A, B, A),
+    max_tokens: int | None = 5,
+    *,
+    slot_id: int | None = None,
+    tenant: str = "",
+    cache_prompt: bool = True,
+    progress: bool = False,
+    deadline_s: float | None = None,
+) -> Request:
+    return Request(
+        name,
+        tuple(prompt),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        slot_id=slot_id,
+        tenant=tenant,
+        cache_prompt=cache_prompt,
+        progress=progress,
+        deadline_s=deadline_s,
+    )
+
+
+def solo(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
+    """The fake model's greedy answer, without an engine."""
+    history = list(prompt)
+    for _ in range(count):
+        logits = model_logits(history, FakeTokenizer().vocab_size, window)
+        logits[1] = -np.inf
+        history.append(int(logits.argmax()))
+    return history[len(prompt) :]
 
 
 class Drive:
@@ -57,6 +104,7 @@ class Drive:
         self.runner.next_token = next_token
         self.runner.keep_batches = True
         self.events: list[tuple[str, Event]] = []
+        self._told: defaultdict[str, list[Event]] = defaultdict(list)
         self.num_calls = 0
         self.engine = fake_engine(
             self._on_events,
@@ -71,6 +119,8 @@ class Drive:
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         self.num_calls += 1
         self.events += events
+        for name, event in events:
+            self._told[name].append(event)
         for _, event in events:
             cause = event.error.__cause__ if isinstance(event, Failed) else None
             if isinstance(cause, AssertionError):
@@ -97,7 +147,7 @@ class Drive:
         return self
 
     def of(self, request_id: str) -> list[Event]:
-        return [event for name, event in self.events if name == request_id]
+        return list(self._told[request_id])
 
     def started(self, request_id: str) -> Started:
         (event,) = [event for event in self.of(request_id) if isinstance(event, Started)]

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 
 from engine.errors import (
+    ContextOverflow,
     DuplicateRequest,
     EngineFault,
     NoSuchSlot,
@@ -178,6 +179,31 @@ def test_a_refusal_is_raised_counted_and_leaves_no_trace() -> None:
     assert drive.engine.snapshot().counters.requests_refused == 3
     drive.rest()
     assert {name for name, _ in drive.events} == {"a", "b"}
+
+
+# Source: llama.cpp refuses a prompt for its length after it has given it a slot.
+@pytest.mark.parametrize("pinned", [None, 1])
+def test_a_prompt_refused_for_its_length_has_used_its_slot(pinned: int | None) -> None:
+    drive = Drive()
+    with pytest.raises(ContextOverflow):
+        drive.engine.submit(Request("long", (A,) * 64, slot_id=pinned))
+    drive.engine.submit(ask("next"))
+    drive.rest()
+    assert drive.started("next").slot_id == 0
+    assert drive.of("long") == []
+
+
+def test_a_prompt_refused_for_its_length_leaves_content_and_running_requests_alone() -> None:
+    drive = filled(Drive(num_slots=1))
+    with pytest.raises(ContextOverflow):
+        drive.engine.submit(Request("long", (A + 1,) * 64))
+    drive.engine.submit(ask("again"))
+    drive.steps()
+    with pytest.raises(ContextOverflow):
+        drive.engine.submit(Request("long", (A + 1,) * 64))
+    drive.rest()
+    assert drive.started("again").cached_tokens == 2
+    assert isinstance(drive.end("again"), Finished)
 
 
 def test_an_id_may_come_again_after_its_end() -> None:

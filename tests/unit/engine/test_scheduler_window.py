@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from engine.types import CancelCause, Cancelled, PoolKind, Request
-from tests.fakes import FakeTokenizer, model_logits
-from tests.unit.engine.drive import Drive
+from engine.types import CancelCause, Cancelled, PoolKind
+from tests.unit.engine.drive import A, B, Drive, ask, solo
 
-A, B = 67, 68
 WINDOW = 8
 # Positions from n - 24 on are kept: six pages, or seven when the first is kept in part.
 IDLE_PAGES = 7
@@ -30,23 +27,8 @@ def drive_windows(
     )
 
 
-def ask(
-    name: str,
-    prompt: Sequence[int],
-    max_tokens: int | None = 5,
-    *,
-    slot_id: int | None = None,
-) -> Request:
-    return Request(name, tuple(prompt), max_tokens=max_tokens, ignore_eos=True, slot_id=slot_id)
-
-
-def solo(prompt: Sequence[int], count: int) -> list[int]:
-    history = list(prompt)
-    for _ in range(count):
-        logits = model_logits(history, FakeTokenizer().vocab_size, WINDOW)
-        logits[1] = -np.inf
-        history.append(int(logits.argmax()))
-    return history[len(prompt) :]
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    return solo(prompt, count, WINDOW)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "interval"), [(16, 8), (3, 20), (1, 1), (60, 128)])
@@ -55,8 +37,8 @@ def test_chunks_and_trims_do_not_change_the_answer(chunk_tokens: int, interval: 
     for name, token in (("a", A), ("b", B)):
         drive.engine.submit(ask(name, [token] * 50, 40))
     drive.rest()
-    assert drive.tokens("a") == solo([A] * 50, 40)
-    assert drive.tokens("b") == solo([B] * 50, 40)
+    assert drive.tokens("a") == answer([A] * 50, 40)
+    assert drive.tokens("b") == answer([B] * 50, 40)
 
 
 def test_pages_behind_the_window_are_given_back_after_every_chunk() -> None:
@@ -111,7 +93,7 @@ def test_the_same_prompt_again_is_reused_within_the_slack() -> None:
         drive.rest()
     assert drive.started("warm").cached_tokens == 59
     assert drive.started("warm").no_reuse == ""
-    assert drive.tokens("warm") == drive.tokens("cold") == solo([A] * 60, 17)
+    assert drive.tokens("warm") == drive.tokens("cold") == answer([A] * 60, 17)
 
 
 def test_the_same_prompt_after_a_long_answer_starts_again_and_says_why() -> None:
@@ -138,7 +120,7 @@ def test_a_conversation_continues_after_a_long_answer() -> None:
     drive.engine.submit(ask("second", turn, 20))
     drive.rest()
     assert drive.started("second").cached_tokens == 79
-    assert drive.tokens("second") == solo(turn, 20)
+    assert drive.tokens("second") == answer(turn, 20)
 
 
 def test_a_cancel_in_mid_prefill_keeps_a_window_to_go_on_from() -> None:
@@ -152,7 +134,7 @@ def test_a_cancel_in_mid_prefill_keeps_a_window_to_go_on_from() -> None:
     drive.engine.submit(ask("b", [A] * 100))
     drive.rest()
     assert drive.started("b").cached_tokens == 64
-    assert drive.tokens("b") == solo([A] * 100, 5)
+    assert drive.tokens("b") == answer([A] * 100, 5)
 
 
 def test_a_preempted_request_fills_its_window_again() -> None:
@@ -165,8 +147,8 @@ def test_a_preempted_request_fills_its_window_again() -> None:
     assert drive.pool(PoolKind.SWA).used <= share
     assert drive.pool(PoolKind.SWA).pinned == 0
     drive.rest()
-    assert drive.tokens("older") == solo([A] * 40, 40)
-    assert drive.tokens("younger") == solo([B] * 40, 40)
+    assert drive.tokens("older") == answer([A] * 40, 40)
+    assert drive.tokens("younger") == answer([B] * 40, 40)
 
 
 def test_erasing_a_slot_frees_its_window() -> None:
@@ -202,7 +184,7 @@ def test_a_failed_step_frees_the_windows_of_its_rows() -> None:
     assert (swa.free, swa.used, swa.pinned) == (swa.size, 0, 0)
     drive.engine.submit(ask("b", [A] * 60))
     drive.rest()
-    assert drive.tokens("b") == solo([A] * 60, 5)
+    assert drive.tokens("b") == answer([A] * 60, 5)
 
 
 def test_many_long_prompts_at_once_fit_in_the_floor() -> None:
@@ -211,4 +193,4 @@ def test_many_long_prompts_at_once_fit_in_the_floor() -> None:
         drive.engine.submit(ask(f"r{i}", [A + i] * 90, 30))
     drive.rest()
     for i in range(6):
-        assert drive.tokens(f"r{i}") == solo([A + i] * 90, 30)
+        assert drive.tokens(f"r{i}") == answer([A + i] * 90, 30)

@@ -158,6 +158,13 @@ class FakeService(
         self.model = _model()
         self.info = _info()
         self.adapters: list[lora_pb2.Adapter] = []
+        # The calls of TokenizationService as they come; a service that stops refuses them.
+        self.text_calls = asyncio.Queue[str]()
+        self.is_stopping = False
+        # The calls of ModelService as they come, and what each of them is refused with.
+        self.model_calls = asyncio.Queue[str]()
+        self.required_key: str | None = None
+        self.refusals: dict[str, Refusal] = {}
         self._server = grpc.aio.server()
         # The health package has no types.
         self._health = cast(Any, health_service).aio.HealthServicer()
@@ -200,8 +207,14 @@ class FakeService(
             if not is_done:
                 call.was_cancelled.set()
 
+    async def _take_text_call(self, name: str, context: Any) -> None:
+        if self.is_stopping:
+            refusal = failing(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "stops")
+            await context.abort_with_status(rpc_status.to_status(refusal.status))
+        self.text_calls.put_nowait(name)
+
     async def Tokenize(self, request: Any, context: Any) -> tokenization_pb2.TokenizeResponse:
-        del context
+        await self._take_text_call("Tokenize", context)
         tokens: list[int] = []
         parts = request.mixed.parts if request.HasField("mixed") else None
         if parts is None:
@@ -219,7 +232,7 @@ class FakeService(
         )
 
     async def Detokenize(self, request: Any, context: Any) -> tokenization_pb2.DetokenizeResponse:
-        del context
+        await self._take_text_call("Detokenize", context)
         raw = decode(request.token_ids)
         return tokenization_pb2.DetokenizeResponse(text=raw.decode(errors="replace"), raw=raw)
 
@@ -232,12 +245,22 @@ class FakeService(
             prompt=prompt, prompt_tokens=len(encode(prompt)) + 1
         )
 
+    async def _take_model_call(self, name: str, context: Any) -> None:
+        self.model_calls.put_nowait(name)
+        refusal = self.refusals.get(name)
+        if self.required_key is not None and _key(context) != f"Bearer {self.required_key}":
+            refusal = failing(grpc.StatusCode.UNAUTHENTICATED, "BAD_API_KEY", "no such key")
+        if refusal is not None:
+            await context.abort_with_status(rpc_status.to_status(refusal.status))
+
     async def GetModel(self, request: Any, context: Any) -> model_pb2.GetModelResponse:
-        del request, context
+        del request
+        await self._take_model_call("GetModel", context)
         return model_pb2.GetModelResponse(model=self.model)
 
     async def GetServerInfo(self, request: Any, context: Any) -> model_pb2.GetServerInfoResponse:
-        del request, context
+        del request
+        await self._take_model_call("GetServerInfo", context)
         return model_pb2.GetServerInfoResponse(info=self.info)
 
     async def ListSlots(self, request: Any, context: Any) -> slot_pb2.ListSlotsResponse:

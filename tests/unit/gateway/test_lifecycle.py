@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import httpx
 import pytest
+from kvarts.v1 import generation_pb2
 
 from gateway import connection
 from tests.unit.gateway.conftest import Serve, until_ready
@@ -222,6 +224,73 @@ async def test_not_ready_until_the_service_is_and_again_when_it_is_gone(
         await until_ready(client)
         await service.stop()
         await until_ready(client, status=503)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text_calls"),
+    [
+        ("/completion", {}, ["Detokenize", "Tokenize"]),
+        ("/completion", {"stream": True}, ["Detokenize", "Tokenize"]),
+        (
+            "/completion",
+            {"n_probs": 1, "stop": ["x"]},
+            ["Detokenize", "Tokenize", "Tokenize"],
+        ),
+        ("/v1/completions", {"verbose": True}, ["Detokenize", "Tokenize"]),
+        ("/v1/completions", {"verbose": True, "stream": True}, ["Detokenize", "Tokenize"]),
+        ("/v1/completions", {"stream": True}, ["Tokenize"]),
+    ],
+)
+async def test_nothing_is_asked_of_a_service_that_stops_to_end_an_answer(
+    client: httpx.AsyncClient,
+    service: FakeService,
+    path: str,
+    body: dict[str, Any],
+    text_calls: list[str],
+):
+    asked: list[str] = []
+
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        asked.extend([await service.text_calls.get() for _ in text_calls])
+        service.is_stopping = True
+        yield chunk("a", 5, 1)
+        stop = generation_pb2.FINISH_REASON_STOP
+        yield finished(call, 1, stop_string="x", finish_reason=stop)
+
+    service.script = script
+    async with asyncio.timeout(20):
+        response = await client.post(path, json={"prompt": "Hi", **body})
+    assert response.status_code == 200
+    assert '"error"' not in response.text
+    assert sorted(asked) == text_calls
+    assert service.text_calls.empty()
+    assert ('"prompt":"<s>Hi"' in response.text) is ("Detokenize" in text_calls)
+
+
+async def test_a_text_of_several_samples_is_asked_for_once(
+    client: httpx.AsyncClient, service: FakeService
+):
+    response = await client.post("/completion", json={"prompt": ["A", "A", "B"], "n_cmpl": 2})
+    assert [answer["prompt"] for answer in response.json()] == ["<s>A"] * 4 + ["<s>B"] * 2
+    asked = [service.text_calls.get_nowait() for _ in range(service.text_calls.qsize())]
+    assert asked.count("Detokenize") == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_before_an_answer_begins_refuses_it_whole(
+    client: httpx.AsyncClient, service: FakeService, *, stream: bool
+):
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        await call.was_cancelled.wait()
+
+    service.script = script
+    service.is_stopping = True
+    body = {"prompt": [1, 4], "stream": stream}
+    response = await client.post("/completion", json=body)
+    assert (response.status_code, response.headers["x-kvarts-reason"]) == (503, "SHUTTING_DOWN")
+    await service.calls[0].was_cancelled.wait()
 
 
 async def test_a_call_that_the_service_cancels_is_an_error_not_a_hang(

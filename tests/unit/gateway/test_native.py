@@ -192,7 +192,7 @@ async def test_probabilities(client: httpx.AsyncClient, service: FakeService):
 
 async def test_a_stop_text_takes_its_entries_along(client: httpx.AsyncClient, service: FakeService):
     service.script = _stopped_probable
-    body = await post(client, n_probs=1)
+    body = await post(client, n_probs=1, stop=["x"])
     assert [entry["id"] for entry in body["completion_probabilities"]] == [5]
 
 

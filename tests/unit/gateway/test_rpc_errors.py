@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import grpc.aio
 import pytest
-from kvarts.v1 import error_reason_pb2
+from kvarts.v1 import error_reason_pb2, model_pb2
 
+from gateway.options import GatewayOptions
 from gateway.rpc_errors import from_rpc
+from gateway.service import connect
 from tests.unit.gateway.fake_service import failing
 
 _C = grpc.StatusCode
@@ -91,19 +95,36 @@ def test_an_overflow_tells_both_numbers():
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("code", "status", "message"),
     [
-        (_C.UNAVAILABLE, 503),
-        (_C.RESOURCE_EXHAUSTED, 413),
-        (_C.UNIMPLEMENTED, 501),
-        (_C.UNKNOWN, 500),
-        (_C.DEADLINE_EXCEEDED, 504),
+        (_C.UNAVAILABLE, 503, "the service cannot be reached"),
+        # gRPC's words for a message that is too large hold the limit.
+        (_C.RESOURCE_EXHAUSTED, 413, "why"),
+        (_C.UNIMPLEMENTED, 501, "the call failed: UNIMPLEMENTED"),
+        (_C.UNKNOWN, 500, "the call failed: UNKNOWN"),
+        (_C.DEADLINE_EXCEEDED, 504, "the call failed: DEADLINE_EXCEEDED"),
     ],
 )
-def test_failures_without_a_reason_go_by_their_code(code: grpc.StatusCode, status: int):
+def test_failures_without_a_reason_go_by_their_code(
+    code: grpc.StatusCode, status: int, message: str
+):
     for error in (rpc_error(code), rpc_error(code, {"grpc-status-details-bin": b"\xff"})):
         body = from_rpc(error).body
-        assert (body.kind.status, body.message, body.headers) == (status, "why", {})
+        assert (body.kind.status, body.message, body.headers) == (status, message, {})
+
+
+async def test_a_socket_that_nobody_serves_is_not_named(tmp_path: Path):
+    path = tmp_path / "private.sock"
+    service = connect(GatewayOptions(service=f"unix:{path}"))
+    try:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await service.model.GetModel(model_pb2.GetModelRequest())
+    finally:
+        await service.channel.close()
+    # gRPC itself tells, which is what this is about.
+    assert str(path) in (raised.value.details() or "")
+    body = from_rpc(raised.value).body
+    assert (body.kind.status, body.message) == (503, "the service cannot be reached")
 
 
 def test_a_reason_of_a_newer_service_is_passed_on():

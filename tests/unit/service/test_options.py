@@ -3,12 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvarts.v1.generation_pb2 import GenerateRequest
 
-from engine.types import Mirostat, SamplingParams
+from engine.types import Mirostat, Sampler, SamplingParams
 from gateway.options import GatewayOptions, decode_options
+from service.convert import from_sampling
 from service.flag_table import FLAGS
+from service.flag_table.sampling import SAMPLING
 from service.flags import FlagError, parse
 from service.options import ServiceOptions, config_file_paths, gateway_options, service_options
+from service.validate import Limits, check_generate
 
 
 def _service(*words: str, **environ: str) -> ServiceOptions:
@@ -53,6 +57,26 @@ def test_keys_and_values_have_one_type() -> None:
     assert _service("-ctk", "f32", "-ctv", "f32").engine.kv_dtype == "f32"
     with pytest.raises(FlagError, match="-ctk f32 and -ctv f16"):
         _service("-ctk", "f32")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [flag.names[-1] for flag in SAMPLING if flag.kind.metavar in ("X", "N")],
+)
+@pytest.mark.parametrize("value", ["-1e39", "-2", "-1", "0", "0.5", "1", "2", "1e39"])
+def test_every_default_that_is_taken_is_one_that_a_request_may_have(flag: str, value: str) -> None:
+    try:
+        options = _service(flag, value)
+    except FlagError:
+        return
+    sampling = from_sampling(options.defaults.sampling)
+    check_generate(GenerateRequest(text="x", sampling=sampling), Limits(1, 100, 64))
+
+
+def test_a_chain_in_letters_was_given_too() -> None:
+    options = _service("--sampling-seq", "kt")
+    assert options.defaults.sampling.samplers == (Sampler.TOP_K, Sampler.TEMPERATURE)
+    assert options.sampling_given == {"samplers"}
 
 
 def test_sampling_says_what_was_given() -> None:
@@ -202,6 +226,14 @@ def test_the_compile_cache_can_be_off() -> None:
 def test_a_file_of_a_repository_needs_the_repository() -> None:
     with pytest.raises(FlagError, match="--hf-file: needs --hf-repo"):
         _service("--hf-file", "a.gguf")
+
+
+def test_the_folder_of_slot_files_must_exist(tmp_path: Path) -> None:
+    assert _service().slot_save_path is None
+    assert _service("--slot-save-path", str(tmp_path)).slot_save_path == str(tmp_path)
+    for name in (tmp_path / "none", Path(__file__)):
+        with pytest.raises(FlagError, match=f"--slot-save-path {name}: is not a folder"):
+            _service("--slot-save-path", str(name))
 
 
 def test_config_files_are_the_systems_then_the_users() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidField, UnsupportedModel
 from engine.text.load import load_tokenizer
 from engine.text.pieces import byte_characters
 from engine.text.tokenizer import Tokenizer, TokenizerKind
@@ -80,6 +80,11 @@ class TestEncode:
         whole = tokenizer.encode(text, add_special=False, parse_special=False)
         line = tokenizer.encode("ab ab b\n\n  a", add_special=False, parse_special=False)
         assert whole == line * 30_000
+
+    def test_a_word_that_the_package_panics_on_is_refused(self) -> None:
+        tokenizer = tokenizer_of(["a b"], pre="exaone-moe")
+        with pytest.raises(InvalidField, match="10500000 characters without a break"):
+            tokenizer.encode("A" * 10_500_000, add_special=False, parse_special=False)
 
     def test_threads_share_a_tokenizer(self) -> None:
         tokenizer = tokenizer_of(["a b", "ab c"])
