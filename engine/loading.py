@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from engine.compile_cache import enable_compile_cache
 from engine.engine import Engine, EngineParts
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidField, UnsupportedModel
 from engine.gguf.facts import FileFacts, read_facts
 from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
+from engine.kernels import native
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.model.architectures import read_spec
 from engine.model.spec import ModelSpec
@@ -80,9 +83,10 @@ def load_engine(
     Raises:
         ModelFileError: The file is damaged.
         UnsupportedModel: The model, or its tokenizer, is not one that this build runs.
-        InvalidField: A size of `config` is out of range.
+        InvalidField: A size of `config` is out of range, or its kernels cannot be had.
     """
     report = progress or _ignore
+    is_native = choose_kernels(config.kernels)
     if config.compile_cache:
         _keep_programs(config.compile_cache)
     with GgufFile.open(path) as file:
@@ -95,7 +99,10 @@ def load_engine(
         with ThreadPoolExecutor(1) as side:
             tokenizing = side.submit(_load_texts, vocab, facts, pre_override)
             weights = load_weights(
-                spec, file, lambda done, total: report(LoadProgress("weights", done, total))
+                spec,
+                file,
+                lambda done, total: report(LoadProgress("weights", done, total)),
+                is_native=is_native,
             )
             if tokenizing.done():
                 tokenizing.result()  # a refusal need not wait for the compiler
@@ -111,6 +118,34 @@ def load_engine(
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
     return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan)
+
+
+def choose_kernels(wanted: str) -> bool:
+    """Returns whether the native kernels are used.
+
+    Args:
+        wanted: "native", "xla", or "auto", which takes the native ones on a CPU where they were
+            built and warns where they were not.
+
+    Raises:
+        InvalidField: They were asked for and cannot be had, or `wanted` is none of these.
+    """
+    if wanted not in ("auto", "native", "xla"):
+        raise InvalidField("kernels", f"must be auto, native or xla, got {wanted!r}")
+    if wanted == "xla":
+        return False
+    has_cpu = jax.default_backend() == "cpu"
+    if has_cpu and native.isa() is not None:
+        return True
+    if wanted == "native":
+        why = "were not built" if has_cpu else "run on a CPU only"
+        raise InvalidField("kernels", f"the native kernels {why}")
+    if has_cpu:
+        _log.warning(
+            "the native kernels were not built (no C++ compiler at installation?): "
+            "products run on XLA, several times slower"
+        )
+    return False
 
 
 def _keep_programs(folder: str) -> None:

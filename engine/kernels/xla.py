@@ -31,6 +31,7 @@ def matmul(
     offsets: jax.Array,
     x: jax.Array,
 ) -> jax.Array:
+    """Returns `x @ W.T`, f32 [N, rows], of the matrix whose planes start at these blocks."""
     padded = padded_rows(rows)
     num_rows = x.shape[0]
     piece = _piece_rows(padded, cols, num_rows)
@@ -144,6 +145,7 @@ def gather(
     offsets: jax.Array,
     row_ids: jax.Array,
 ) -> jax.Array:
+    """Returns rows of such a matrix decoded to f32 [N, cols]; `row_ids` is int32 [N], in range."""
     planes = [
         _gather_bytes(arena, first_block, row_bytes, row_ids)
         for first_block, row_bytes in zip(

@@ -90,13 +90,17 @@ def attend(
 
     Args:
         pool: Keys and values, f16 or f32 [units, page, kv_heads, head_dim]; donated.
-        queries: f32 [N, heads, head_dim], rotated; keys and values [N, kv_heads, head_dim].
+        queries: f32 [N, heads, head_dim], rotated.
+        keys: f32 [N, kv_heads, head_dim], rotated.
+        values: f32 [N, kv_heads, head_dim].
         positions: int32 [N], -1 for padding, whose result is 0.
-        units: int32 [N], where each token is stored; `offsets` its place in the page.
+        units: int32 [N], where each token is stored.
+        offsets: int32 [N], its place in that page.
         tables: int32 [R, W]: of each decode row, then of the chunk.
         window: int32 scalar, how many tokens a query sees.
         num_decodes: Tokens before the chunk.
-        scale: Of the scores, which `soft_cap` > 0 then bounds.
+        scale: Multiplies the scores.
+        soft_cap: Bounds them, if above 0.
 
     Returns:
         f32 [N, heads, head_dim] and the pool.
