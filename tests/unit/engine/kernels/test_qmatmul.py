@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.gguf.arena import Arena, build_arena
 from engine.gguf.layouts import ROW_MULTIPLE, layout_for, padded_rows
 from engine.gguf.reader import GgufFile
-from engine.kernels import flow, qmatmul
+from engine.kernels import flow, xla
 from engine.kernels.qmatmul import MatrixStack, gather_rows
 from tests.ggufs import random_blocks, write_gguf
 from tests.unit.engine.gguf.planes import decode_matrix
@@ -175,7 +175,7 @@ def test_stacked_matrices_have_one_shape(tmp_path: Path) -> None:
     num_rows=st.integers(1, 2048),
 )
 def test_pieces_are_small_and_cover_the_rows(rows: int, cols: int, num_rows: int) -> None:
-    piece = qmatmul._piece_rows(padded_rows(rows), cols, num_rows)  # pyright: ignore[reportPrivateUsage] -- the bound that the next test relies on
+    piece = xla._piece_rows(padded_rows(rows), cols, num_rows)  # pyright: ignore[reportPrivateUsage] -- the bound that the next test relies on
     assert padded_rows(rows) % piece == 0
     assert piece % ROW_MULTIPLE == 0
     assert piece <= max(ROW_MULTIPLE, (1 << 18) // (4 * cols), num_rows)

@@ -91,8 +91,8 @@ def test_the_arena_is_not_copied_to_the_cpu(
     addresses: list[int] = []
     build_arena = weights_module.build_arena
 
-    def build(*arguments: Any) -> Any:
-        arena = build_arena(*arguments)
+    def build(*arguments: Any, **options: Any) -> Any:
+        arena = build_arena(*arguments, **options)
         addresses.append(arena.data.ctypes.data)
         return arena
 
