@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.gguf.arena import Arena, build_arena
 from engine.gguf.layouts import ROW_MULTIPLE, layout_for, padded_rows
 from engine.gguf.reader import GgufFile
-from engine.kernels import flow, xla
+from engine.kernels import flow, qmatmul, xla
 from engine.kernels.qmatmul import MatrixStack, gather_rows
 from tests.ggufs import random_blocks, write_gguf
 from tests.unit.engine.gguf.planes import decode_matrix
