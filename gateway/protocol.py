@@ -10,8 +10,10 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.head_spelling import SpellingTransport
+
 MAX_HEAD_BYTES = 64 << 10
-_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -60,6 +62,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unanswered += 1
         self._end_limit()
         super().on_headers_complete()
+        # The answer's task has been made but has not run.
+        self.cycle.transport = SpellingTransport(self.transport)
 
     def on_message_complete(self) -> None:
         """Another head may follow on the same connection."""

@@ -1,4 +1,4 @@
-"""Heads of requests that are slow or endless, over raw sockets."""
+"""Heads over raw sockets: requests' that are slow or endless, and how those of answers look."""
 
 from __future__ import annotations
 
@@ -128,3 +128,41 @@ async def test_a_body_that_nobody_reads_has_no_more_time_than_a_head(dial: Dial)
     peer.send(b"POST /no/such HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
     assert b" 404 " in await peer.read_answer()
     assert await peer.read_all() == b""
+
+
+def names(head: bytes) -> set[str]:
+    lines = head.split(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
+    return {line.split(":")[0] for line in lines}
+
+
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+async def test_names_of_headers_are_spelt_as_the_peer_spells_them(dial: Dial, expect: bytes):
+    peer = await dial()
+    body = b'{"prompt":"Hi","stream":true}'
+    head = b"POST /completion HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 29\r\n"
+    peer.send(head + expect + b"\r\n" + body)
+    answer = await peer.read_all()
+    if expect:
+        interim, _, answer = answer.partition(b"\r\n\r\n")
+        assert interim.startswith(b"HTTP/1.1 100")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert names(answer) >= {
+        "Server",
+        "Content-Type",
+        "Access-Control-Allow-Origin",
+        "X-Accel-Buffering",
+        "Transfer-Encoding",
+    }
+    assert b"\r\nServer: llama.cpp\r\n" in answer
+
+
+async def test_a_preflight_is_spelt_so_too(dial: Dial):
+    peer = await dial()
+    peer.send(b"OPTIONS / HTTP/1.1\r\nHost: x\r\nOrigin: a.B\r\nConnection: close\r\n\r\n")
+    answer = await peer.read_all()
+    assert b"\r\nAccess-Control-Allow-Origin: a.B\r\n" in answer
+    assert names(answer) >= {
+        "Access-Control-Allow-Credentials",
+        "Access-Control-Allow-Methods",
+        "Access-Control-Allow-Headers",
+    }
