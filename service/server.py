@@ -230,6 +230,8 @@ async def serve(
         await server.stop(0.0)
         return 1
     _LOG.info("listening on %s", ", ".join(server.addresses))
+    if server.metrics_port is not None:
+        _LOG.info("metrics on %s", _address(options.grpc_host, server.metrics_port))
     if options.slot_save_path is not None:
         _LOG.warning("--slot-save-path: slots can be erased, but not saved or restored yet")
     stopping = asyncio.create_task(stop.wait())
