@@ -1,24 +1,49 @@
-"""uvicorn's HTTP/1.1 with a bound on what a request may hold before its body.
+"""uvicorn's HTTP/1.1 with bounds on what a request may hold, and take, before it can be answered.
 
-The parser itself takes a request line and headers of any length, so a client could fill the memory
-without ever sending a request.
+The parser itself takes a request line and headers of any length, and waits for them for ever, so a
+client could fill the memory or the table of connections without ever sending a request.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.head_spelling import SpellingTransport
+
 MAX_HEAD_BYTES = 64 << 10
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 400 to a head that is not complete after `MAX_HEAD_BYTES`."""
+    """Answers 400 to a head beyond `MAX_HEAD_BYTES`, and 408 to one beyond `head_timeout_s`.
+
+    The time runs from the connection's start, or a later head's first byte, to the head's end. As
+    long may the rest of a body take that nobody reads any more, because its answer is out.
+    """
+
+    head_timeout_s = 30.0
 
     _head_bytes = 0
     _is_in_head = True
+    _num_unanswered = 0
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # as uvicorn's own
+        """Begins the time of the first head."""
+        super().connection_made(transport)
+        self._begin_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._end_limit()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, then looks at how much of an unfinished head it holds."""
+        if self._is_in_head:
+            self._begin_limit()
         # Counted before: a request that ends in this packet begins the count anew.
         self._head_bytes += len(data)
         super().data_received(data)
@@ -26,13 +51,51 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if is_too_long and not self.transport.is_closing():
             self.send_400_response(f"The request's head has more than {MAX_HEAD_BYTES} bytes.")
 
+    def on_message_begin(self) -> None:
+        """A head has begun, perhaps in the packet that ended the request before."""
+        self._begin_limit()
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         """The head is whole; what follows is bounded by whoever reads it."""
         self._is_in_head = False
+        self._num_unanswered += 1
+        self._end_limit()
         super().on_headers_complete()
+        # The answer's task has been made but has not run.
+        self.cycle.transport = SpellingTransport(self.transport)
 
     def on_message_complete(self) -> None:
         """Another head may follow on the same connection."""
         self._is_in_head = True
         self._head_bytes = 0
+        self._end_limit()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer that did not wait for its body leaves nobody to read the rest."""
+        self._num_unanswered -= 1
+        if not self._is_in_head:
+            self._begin_limit()
+        super().on_response_complete()
+
+    def _begin_limit(self) -> None:
+        if self._limit is None:
+            self._limit = self.loop.call_later(self.head_timeout_s, self._on_limit)
+
+    def _end_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _on_limit(self) -> None:
+        self._limit = None
+        if self.transport.is_closing():
+            return
+        if self._num_unanswered:
+            # What comes early, if only an empty line, must not end the answer that is under way.
+            self._begin_limit()
+            return
+        if self._is_in_head and self._head_bytes:
+            self.transport.write(_TOO_LATE)
+        self.transport.close()

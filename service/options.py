@@ -94,7 +94,7 @@ class ServiceOptions:
         grpc_host: address of the public door.
         grpc_port: its port, 0 for a free one; None keeps it closed.
         private_socket: Unix socket that the own gateway uses, beside the public door.
-        metrics_port: port of Prometheus metrics on `grpc_host`; None serves none.
+        metrics_port: port of Prometheus metrics on `grpc_host`, 0 for a free one; None serves none.
         api_keys: any of them opens the service; empty leaves it open.
         admin_key: alone opens what changes slots, adapters and pools, if set.
         tls: certificate of the public door; None is plain text.

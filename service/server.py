@@ -47,6 +47,7 @@ from service.loop_lag import watch_loop_lag
 from service.lora import LoraServicer
 from service.metrics import Metrics, MetricsServer
 from service.model import ModelServicer
+from service.open_calls import OpenCalls
 from service.options import ServiceOptions, TlsFiles
 from service.rebuild import RebuildServicer
 from service.slots import SlotServicer
@@ -91,8 +92,10 @@ class Server:
         self._bridge = Bridge(
             BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault)
         )
+        self._calls = OpenCalls()
         self._grpc = grpc.aio.server(
             interceptors=(
+                self._calls,
                 Telemetry(self._metrics),
                 Auth(KeyRing(options.api_keys, options.admin_key)),
                 Fence(stall_limit_s),
@@ -137,6 +140,7 @@ class Server:
         await self._health.enter_graceful_shutdown()
         await self._bridge.stop(max(0.0, timeout_s - _FLUSH_S))
         await self._grpc.stop(min(timeout_s, _FLUSH_S))
+        await self._calls.ended(_FLUSH_S)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -226,6 +230,8 @@ async def serve(
         await server.stop(0.0)
         return 1
     _LOG.info("listening on %s", ", ".join(server.addresses))
+    if server.metrics_port is not None:
+        _LOG.info("metrics on %s", _address(options.grpc_host, server.metrics_port))
     if options.slot_save_path is not None:
         _LOG.warning("--slot-save-path: slots can be erased, but not saved or restored yet")
     stopping = asyncio.create_task(stop.wait())

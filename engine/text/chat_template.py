@@ -6,6 +6,7 @@ are given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
@@ -18,10 +19,13 @@ from engine.text.template_caps import preserved_reasoning, probe_template
 from engine.text.template_sandbox import TemplateSandbox
 
 _MAX_TIME_FORMAT = 256
+_LINE_END = re.compile("\r\n?")
 
 
 class ChatTemplate:
     """A compiled template. Immutable after construction, so any number of threads may share it.
+
+    `source` is what Jinja reads of it: every line end is a newline, a last one is left out.
 
     `adds_bos` and `adds_eos` say what tokenising will add to the prompt; a template that writes
     the same text at that end has it taken away. `now` is what `strftime_now` shows.
@@ -40,7 +44,7 @@ class ChatTemplate:
         adds_eos: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        self.source = source
+        self.source = _LINE_END.sub("\n", source).removesuffix("\n")
         self._bos_text = bos_text
         self._eos_text = eos_text
         self._adds_bos = adds_bos

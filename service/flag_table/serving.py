@@ -31,9 +31,9 @@ GRPC = (
     ),
     Flag(
         ("--metrics-port",),
-        integer(1, 65535),
+        integer(0, 65535),
         "metrics_port",
-        "serves Prometheus metrics on this port of --grpc-host, without a gateway",
+        "serves Prometheus metrics on this port of --grpc-host, 0 for a free one, without a gateway",
         scope=Scope.SERVICE,
         group=_GRPC,
     ),

@@ -1,10 +1,187 @@
-"""Exchanges that need what this build does not have yet: by group and exchange, each with a reason.
+"""Exchanges that this build cannot answer as recorded: by group and exchange, each with a reason.
 
-An entry whose exchange passes is reported, so that this table only ever shrinks.
+They need what a later build brings, or differ on purpose (docs/differences.md). Where only some
+counts differ those are named, and everything else must still be equal. An entry whose exchange
+passes is reported, so that this table only ever shrinks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-EXCUSED: Mapping[str, Mapping[str, str]] = {}
+_NAMES = re.compile(r"[.\[\]/]+")
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why an exchange differs; `fields` are those that may, empty if the whole answer may."""
+
+    reason: str
+    fields: frozenset[str] = frozenset()
+
+    def covers(self, differences: Sequence[str]) -> bool:
+        """Whether nothing else differs; a difference starts with a path and a colon."""
+        if not self.fields:
+            return True
+        paths = [difference.partition(":")[0] for difference in differences]
+        return all(_NAMES.split(path)[-1] in self.fields for path in paths)
+
+
+# How much of the prompt was cached, and in which slot the peer kept it.
+_REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
+
+_GRAMMAR = Excuse("needs grammars and JSON schemas")
+_TOOLS = Excuse("needs tools")
+_INFILL = Excuse("needs infill")
+_MESSAGES = Excuse("needs the messages API")
+_RESPONSES = Excuse("needs the responses API")
+_SAMPLES = Excuse("needs samples that share their prompt", _REUSE)
+_HOST_CACHE = Excuse("needs the host cache, which keeps a prompt when its slot is taken", _REUSE)
+_CACHE_REUSE = Excuse("needs n_cache_reuse", _REUSE)
+_AFTER_GRAMMAR = Excuse("follows an answer that needs grammars", _REUSE)
+_AFTER_TOOLS = Excuse("follows an answer that needs tools", _REUSE)
+_TENANTS = Excuse("differs on purpose: keys do not share cached prompts", _REUSE)
+_PREEMPTION = Excuse("differs on purpose: requests wait for a full pool, none fails")
+
+
+def _each(excuse: Excuse, *names: str) -> dict[str, Excuse]:
+    return dict.fromkeys(names, excuse)
+
+
+EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
+    "auth": _each(_TENANTS, "bare key", "x-api-key"),
+    "cache": {
+        "pinned to the other's slot": _HOST_CACHE,
+        "chunk is moved": _CACHE_REUSE,
+        "grown by its own output": _HOST_CACHE,
+    },
+    "chat_errors": {"bad schema": _GRAMMAR},
+    "chat_forms": {
+        "parts": _HOST_CACHE,
+        "grammar": _GRAMMAR,
+        "stream, two samples": _SAMPLES,
+    },
+    "completion": {
+        "prompt object": _HOST_CACHE,
+        "two samples": _SAMPLES,
+        **_each(
+            _HOST_CACHE,
+            "fields",
+            "stop",
+            "stop across tokens",
+            "stop is one string",
+            "stop never complete",
+            "empty stop string",
+            "ignore_eos",
+            "slot id out of range",
+        ),
+        **_each(
+            _GRAMMAR,
+            "ends by itself",
+            "indent",
+            "time",
+            "bytes of a character",
+            "cut inside a character",
+        ),
+    },
+    "errors": _each(
+        _GRAMMAR,
+        'grammar: root ::= "a',
+        "grammar: root ::= missing",
+        "json_schema: {'type': 'strange'}",
+        "json_schema: {'$ref': '#/nowhere'}",
+        "word trigger of a special token",
+    ),
+    "grammar": {
+        **_each(
+            _GRAMMAR,
+            "choice",
+            "rules",
+            "sampled, so that rejected draws draw again",
+            "json schema",
+            "json schema, references and choices",
+            "any object",
+            "lazy",
+            "lazy, one token",
+        ),
+        "grammar null beside a schema": _AFTER_GRAMMAR,
+    },
+    "infill": _each(
+        _INFILL,
+        "plain",
+        "prompt",
+        "extra",
+        "long prefix is cut",
+        "empty sides",
+        "sampled",
+        "stream",
+        "prompt of a wrong type",
+        "extra of a wrong type",
+        "extra, text of a wrong type",
+        "no suffix",
+        "no prefix",
+        "prefix of a wrong type",
+    ),
+    "messages": _each(
+        _MESSAGES,
+        "plain",
+        "system, turns",
+        "again",
+        "stop sequence",
+        "stream",
+        "stream, stop sequence",
+        "no generation limit",
+        "no messages",
+        "block of an unknown type",
+        "field",
+        "count",
+    ),
+    "openai_chat": {
+        "logprobs": _HOST_CACHE,
+        "json object": _GRAMMAR,
+        "json schema": _GRAMMAR,
+    },
+    "openai_completions": {
+        "two samples": _SAMPLES,
+        "stream, batch": _HOST_CACHE,
+        "verbose": _HOST_CACHE,
+    },
+    "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
+    "probabilities": {"inside characters": _GRAMMAR},
+    "responses": _each(
+        _RESPONSES,
+        "text",
+        "items",
+        "stream",
+        "stream, progress, timings",
+        "no input",
+        "previous response",
+        "file",
+        "input of a wrong type",
+        "unknown item",
+        "input tokens",
+    ),
+    "samplers": {"rejected draws draw again": _GRAMMAR},
+    "stream": {
+        "held back, then flushed at the end": _GRAMMAR,
+        "characters": _GRAMMAR,
+        "two samples": _SAMPLES,
+    },
+    "tools": {
+        **_each(
+            _TOOLS,
+            "required",
+            "required, stream",
+            "call cut by the limit",
+            "auto",
+            "required, but it only talks",
+            "answer to a result",
+            "rendered",
+            "responses",
+            "messages",
+        ),
+        "none": _AFTER_TOOLS,
+    },
+}

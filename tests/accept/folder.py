@@ -24,16 +24,19 @@ class Golden:
     check: Callable[[], str]
 
 
-def find_goldens(folder: Path) -> Iterator[Golden]:
-    """Lists every golden file of a folder shaped like the project's own."""
+def find_goldens(folder: Path, max_chunks: int) -> Iterator[Golden]:
+    """Lists every golden file of a folder shaped like the project's own.
+
+    `max_chunks` bounds what is slow: the text that a divergence is measured on.
+    """
     models = Models(folder / "models")
     for path in sorted((folder / "goldens").rglob("*.json")):
-        yield Golden(path.relative_to(folder).as_posix(), _json_check(path, models))
+        yield Golden(path.relative_to(folder).as_posix(), _json_check(path, models, max_chunks))
     for path in sorted((folder / "vocabs").glob("*.gguf.xz")):
         yield Golden(path.relative_to(folder).as_posix(), lambda path=path: check_vocab(path))
 
 
-def _json_check(path: Path, models: Models) -> Callable[[], str]:
+def _json_check(path: Path, models: Models, max_chunks: int) -> Callable[[], str]:
     def check() -> str:
         golden = cast("dict[str, Any]", json.loads(path.read_bytes()))
         match golden:
@@ -44,7 +47,7 @@ def _json_check(path: Path, models: Models) -> Callable[[], str]:
             case {"rows": _}:
                 return check_tokenize(golden, models)
             case {"text": _}:
-                return check_divergence(golden, path.parent, models)
+                return check_divergence(golden, path.parent, models, max_chunks)
             case _:
                 raise Unsupported("holds figures, not answers")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.accept.excused import EXCUSED
+from tests.accept.excused import EXCUSED, Excuse
 from tests.accept.models import Models
 from tests.accept.outcome import Failure, Unsupported
 from tests.e2e.programs import READY_S, Program, running
@@ -60,17 +60,21 @@ def check_recording(group: str, recording: Mapping[str, Any], models: Models) ->
             return report(judge(list(replay(recording, url)), EXCUSED.get(group, {})))
 
 
-def judge(results: Sequence[Result], excuses: Mapping[str, str]) -> Verdict:
-    """Sorts results; `excuses` has a reason by exchange."""
-    failed = {result.name: result.differences[0] for result in results if result.differences}
-    passed = [result.name for result in results if not result.differences]
-    names = {result.name for result in results}
-    return Verdict(
-        passed=[name for name in passed if name not in excuses],
-        failed={name: first for name, first in failed.items() if name not in excuses},
-        excused={name: reason for name, reason in excuses.items() if name in failed},
-        needless=[name for name in excuses if name in passed or name not in names],
-    )
+def judge(results: Sequence[Result], excuses: Mapping[str, Excuse]) -> Verdict:
+    """Sorts results; `excuses` are by exchange."""
+    passed: list[str] = []
+    failed: dict[str, str] = {}
+    excused: dict[str, str] = {}
+    for result in results:
+        excuse = excuses.get(result.name)
+        if not result.differences:
+            passed.append(result.name)
+        elif excuse and excuse.covers(result.differences):
+            excused[result.name] = excuse.reason
+        else:
+            failed[result.name] = result.differences[0]
+    needless = [name for name in excuses if name not in failed and name not in excused]
+    return Verdict(passed, failed, excused, needless)
 
 
 def report(verdict: Verdict) -> str:
@@ -80,15 +84,16 @@ def report(verdict: Verdict) -> str:
         Unsupported: nothing was left to pass.
         Failure: something failed.
     """
+    num_exchanges = len(verdict.passed) + len(verdict.failed) + len(verdict.excused)
     if verdict.failed:
-        lines = [f"{len(verdict.failed)} exchanges differ"]
+        lines = [f"{len(verdict.failed)} of {num_exchanges} exchanges differ"]
         lines += [f"    {name}: {first}" for name, first in verdict.failed.items()]
         raise Failure("\n".join(lines))
     if not verdict.passed:
         raise Unsupported("; ".join(dict.fromkeys(verdict.excused.values())))
-    text = f"{len(verdict.passed)} exchanges"
+    text = f"{len(verdict.passed)} of {num_exchanges} exchanges"
     if verdict.excused:
-        text += f", {len(verdict.excused)} excused"
+        text += ", the others excused"
     if verdict.needless:
         text += f"; excused in vain: {', '.join(verdict.needless)}"
     return text

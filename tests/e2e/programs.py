@@ -24,6 +24,7 @@ END_S = 30.0
 
 _HTTP = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
 _GRPC = re.compile(r"listening on (?:.*, )?(127\.0\.0\.1:\d+)$")
+_METRICS = re.compile(r" I metrics on (127\.0\.0\.1:\d+)$")
 _READY = re.compile(r" I ready$")
 # Settings of whoever runs the tests are none of the program's.
 _FOREIGN = ("LLAMA_", "KVARTS_", "HF_", "HUGGINGFACE_")
@@ -96,6 +97,10 @@ class Program:
     def grpc_address(self) -> str:
         """Waits until the public gRPC door is open; returns `host:port`."""
         return self.output.wait_for(_GRPC, READY_S)[1]
+
+    def metrics_url(self) -> str:
+        """Waits until the metrics have a port; returns their URL."""
+        return f"http://{self.output.wait_for(_METRICS, READY_S)[1]}"
 
     def exit_status(self) -> int:
         """Waits for the end of the program and of all that it started."""

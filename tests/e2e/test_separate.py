@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import socket
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -39,24 +38,17 @@ class Pair:
         return self.gateway.http_url()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 async def pair(layout: tuple[str, ...]) -> AsyncGenerator[Pair]:
-    metrics_port = _free_port()
     flags = (*layout, "--api-key", USER, "--admin-key", ADMIN)
-    extra = ("--grpc-port", "0", "--metrics-port", str(metrics_port))
+    extra = ("--grpc-port", "0", "--metrics-port", "0")
     with running("kvarts-service", *flags, *extra) as service:
         address = service.grpc_address()
         gateway_flags = ("--service", address, "--service-key", USER, "--port", "0")
         with running("kvarts-gateway", *gateway_flags) as gateway:
             service.ready()
             await healthy(gateway.http_url())
-            yield Pair(service, gateway, flags, f"http://127.0.0.1:{metrics_port}")
+            yield Pair(service, gateway, flags, service.metrics_url())
 
 
 async def test_a_gateway_needs_only_an_address(layout: tuple[str, ...]) -> None:

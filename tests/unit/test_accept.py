@@ -12,6 +12,7 @@ import pytest
 
 from engine.types import FinishReason
 from tests.accept import __main__ as accept
+from tests.accept.excused import Excuse
 from tests.accept.greedy import Answer, compare, tolerance
 from tests.accept.models import Model
 from tests.accept.outcome import Failure, Unsupported
@@ -94,32 +95,51 @@ def test_tolerance(architecture: str, is_real: bool, limit: float) -> None:
     assert tolerance(architecture, Model(Path("x"), is_real)) == limit
 
 
+_TOOLS = Excuse("tools")
+_COUNTS = Excuse("the cache", frozenset({"cache_n", "id_slot"}))
+
+
 def test_exchanges_are_excused_by_name_and_needless_excuses_are_told() -> None:
     results = [Result("plain", []), Result("tool", ["status: 501 instead of 200", "more"])]
-    verdict = judge(results, {"tool": "tools", "plain": "grammars", "gone": "tools"})
-    assert (verdict.passed, verdict.failed) == ([], {})
+    verdict = judge(results, {"tool": _TOOLS, "plain": _TOOLS, "gone": _TOOLS})
+    assert (verdict.passed, verdict.failed) == (["plain"], {})
     assert verdict.excused == {"tool": "tools"}
     assert verdict.needless == ["plain", "gone"]
 
 
+@pytest.mark.parametrize(
+    ("differences", "is_excused"),
+    [
+        (["response.timings.cache_n: 0 instead of 4"], True),
+        (["response.timings/cache_n: 0 instead of 4", "response.id_slot: 0 instead of 1"], True),
+        (["response.id_slot: 0 instead of 1", "response.content: 'a' instead of 'b'"], False),
+        (["response.timings: 4 prompt tokens instead of 5"], False),
+        (["status: 500 instead of 200: id_slot"], False),
+    ],
+)
+def test_an_excuse_of_some_fields_covers_no_others(
+    differences: list[str], is_excused: bool
+) -> None:
+    assert bool(judge([Result("a", differences)], {"a": _COUNTS}).excused) == is_excused
+
+
 def test_a_group_with_excused_exchanges_passes_and_says_so() -> None:
     results = [Result("plain", []), Result("tool", ["status"]), Result("other", [])]
-    verdict = judge(results, {"tool": "tools", "other": "tools"})
-    assert report(verdict) == "1 exchanges, 1 excused; excused in vain: other"
+    verdict = judge(results, {"tool": _TOOLS, "other": _TOOLS})
+    assert report(verdict) == "2 of 3 exchanges, the others excused; excused in vain: other"
 
 
 def test_a_group_of_excused_exchanges_alone_is_unsupported() -> None:
     results = [Result("one", ["status"]), Result("two", ["status"])]
     with pytest.raises(Unsupported, match=r"^tools$"):
-        report(judge(results, {"one": "tools", "two": "tools"}))
+        report(judge(results, {"one": _TOOLS, "two": _TOOLS}))
 
 
 def test_a_differing_exchange_fails_its_group_with_the_first_difference() -> None:
     results = [Result("plain", []), Result("stop", ["response.id: 1 instead of 0", "more"])]
-    with pytest.raises(
-        Failure, match=r"1 exchanges differ\n    stop: response.id: 1 instead of 0$"
-    ):
-        report(judge(results, {"other group's": "tools"}))
+    expected = r"1 of 2 exchanges differ\n    stop: response.id: 1 instead of 0$"
+    with pytest.raises(Failure, match=expected):
+        report(judge(results, {"other group's": _TOOLS}))
 
 
 def _run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -52,6 +52,11 @@ def test_the_service_alone_opens_its_port(environ: dict[str, str]) -> None:
     assert server_command_line([], environ).service.grpc_port is None
 
 
+def test_metrics_have_a_port_only_where_one_is_asked_for(environ: dict[str, str]) -> None:
+    assert service_command_line([], environ).metrics_port is None
+    assert service_command_line(["--metrics-port", "0"], environ).metrics_port == 0
+
+
 def test_the_service_alone_refuses_flags_of_the_gateway(
     environ: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

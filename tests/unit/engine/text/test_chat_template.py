@@ -176,3 +176,12 @@ class TestCaps:
     def test_a_template_that_refuses_everything_can_do_nothing(self) -> None:
         caps = ChatTemplate("{{ raise_exception('no') }}").caps
         assert not any(vars(caps).values())
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"), [("a\r\nb\rc\n", "a\nb\nc"), ("a\n\n", "a\n"), ("a", "a")]
+)
+def test_the_source_is_shown_with_jinjas_line_ends(source: str, shown: str) -> None:
+    template = ChatTemplate(source)
+    assert template.source == shown
+    assert template.render([]) == shown

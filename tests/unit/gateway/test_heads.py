@@ -1,0 +1,168 @@
+"""Heads over raw sockets: requests' that are slow or endless, and how those of answers look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from gateway.protocol import BoundedHttpProtocol
+from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.test_lifecycle import Gate
+
+_BODY = b'{"prompt":"Hi"}'
+_REQUEST = b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n" + _BODY
+_LATE = b"HTTP/1.1 408 Request Timeout\r\n"
+
+
+class Peer:
+    """A raw connection to the gateway."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def read_answer(self) -> bytes:
+        """Reads one answer whose length is told."""
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        return head + await self._reader.readexactly(length)
+
+    async def read_all(self) -> bytes:
+        """Reads until the gateway closes."""
+        return await self._reader.read()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+Dial = Callable[[], Awaitable[Peer]]
+
+
+@pytest.fixture
+async def dial(client: httpx.AsyncClient) -> AsyncIterator[Dial]:
+    url = urlsplit(str(client.base_url))
+    peers: list[Peer] = []
+
+    async def dialled() -> Peer:
+        peers.append(Peer(*await asyncio.open_connection(url.hostname, url.port)))
+        return peers[-1]
+
+    yield dialled
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.2)
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize(
+    "head", [b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: x\r\na: b", b"\r\n"]
+)
+async def test_heads_that_never_end_are_given_up(
+    client: httpx.AsyncClient, dial: Dial, head: bytes
+):
+    peers = [await dial() for _ in range(20)]
+    for peer in peers:
+        peer.send(head)
+    assert (await client.get("/health")).status_code == 200
+    for peer in peers:
+        assert (await peer.read_all()).startswith(_LATE)
+
+
+@pytest.mark.usefixtures("_short")
+async def test_a_head_in_drops_has_no_more_time(dial: Dial):
+    peer = await dial()
+    reading = asyncio.create_task(peer.read_all())
+    peer.send(b"GET / HTTP/1.1\r\na: ")
+    while not reading.done():
+        peer.send(b"a")
+        await asyncio.wait((reading,), timeout=0.01)
+    assert reading.result().startswith(_LATE)
+
+
+@pytest.mark.usefixtures("_short")
+async def test_a_connection_without_a_request_is_closed_without_a_word(dial: Dial):
+    assert await (await dial()).read_all() == b""
+
+
+@pytest.mark.usefixtures("_short")
+async def test_a_later_head_has_its_own_time(dial: Dial):
+    peer = await dial()
+    peer.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 200 " in await peer.read_answer()
+    peer.send(b"GET /health HT")
+    assert (await peer.read_all()).startswith(_LATE)
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize("early", [b"", b"\r\n", b"GET /health HT"])
+async def test_an_answer_may_take_longer_than_a_head(
+    dial: Dial, service: FakeService, early: bytes
+):
+    gate = Gate(starts=True)
+    service.script = gate
+    asking = await dial()
+    asking.send(_REQUEST + early)
+    await gate.reached.wait()
+    # Another's head runs out of time, later than the first would have.
+    other = await dial()
+    other.send(b"G")
+    assert (await other.read_all()).startswith(_LATE)
+    gate.open.set()
+    assert b" 200 " in await asking.read_answer()
+
+
+@pytest.mark.usefixtures("_short")
+async def test_a_body_that_nobody_reads_has_no_more_time_than_a_head(dial: Dial):
+    peer = await dial()
+    peer.send(b"POST /no/such HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    assert b" 404 " in await peer.read_answer()
+    assert await peer.read_all() == b""
+
+
+def names(head: bytes) -> set[str]:
+    lines = head.split(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
+    return {line.split(":")[0] for line in lines}
+
+
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+async def test_names_of_headers_are_spelt_as_the_peer_spells_them(dial: Dial, expect: bytes):
+    peer = await dial()
+    body = b'{"prompt":"Hi","stream":true}'
+    head = b"POST /completion HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 29\r\n"
+    peer.send(head + expect + b"\r\n" + body)
+    answer = await peer.read_all()
+    if expect:
+        interim, _, answer = answer.partition(b"\r\n\r\n")
+        assert interim.startswith(b"HTTP/1.1 100")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert names(answer) >= {
+        "Server",
+        "Content-Type",
+        "Access-Control-Allow-Origin",
+        "X-Accel-Buffering",
+        "Transfer-Encoding",
+    }
+    assert b"\r\nServer: llama.cpp\r\n" in answer
+
+
+async def test_a_preflight_is_spelt_so_too(dial: Dial):
+    peer = await dial()
+    peer.send(b"OPTIONS / HTTP/1.1\r\nHost: x\r\nOrigin: a.B\r\nConnection: close\r\n\r\n")
+    answer = await peer.read_all()
+    assert b"\r\nAccess-Control-Allow-Origin: a.B\r\n" in answer
+    assert names(answer) >= {
+        "Access-Control-Allow-Credentials",
+        "Access-Control-Allow-Methods",
+        "Access-Control-Allow-Headers",
+    }
