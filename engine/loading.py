@@ -34,6 +34,7 @@ from engine.sampling.vocab import SamplerVocab
 from engine.text.load import load_tokenizer
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
+from engine.threads import limit_threads
 from engine.types import EngineConfig, EventSink, Request
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def load_engine(
         InvalidField: A size of `config` is out of range, or its kernels cannot be had.
     """
     report = progress or _ignore
+    if config.threads is not None:
+        limit_threads(config.threads)
     is_native = choose_kernels(config.kernels)
     if config.compile_cache:
         _keep_programs(config.compile_cache)

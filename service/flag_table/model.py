@@ -221,6 +221,35 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--swa-pages",),
+        integer(1),
+        "swa_pages",
+        "pages of 32 tokens in the pool of sliding-window layers (default: the fewest that never "
+        "run out)",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
+        ("--swa-evict-interval",),
+        integer(1, 1 << 20),
+        "swa_evict_interval",
+        "decode steps after which pages behind a sliding window are given back",
+        default=128,
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
+        ("--kernels",),
+        choice("auto", "native", "xla"),
+        "kernels",
+        "what multiplies and attends on a CPU: the native kernels, which round activations to 8 "
+        "bits in products with quantised weights as llama.cpp does, or XLA, exact and slower; auto "
+        "is native where they were built",
+        default="auto",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("-t", "--threads"),
         integer(-1, 1024, but_not=0),
         "threads",

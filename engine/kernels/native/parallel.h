@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <type_traits>
 #include <utility>
 
 #include "xla/ffi/api/ffi.h"
@@ -24,8 +26,16 @@ inline void relax() {
 }
 
 // Calls fn(first, end) for pieces of [0, count), each at least `grain` long but the last.
+//
+// fn may refer to what lives on the caller's stack: it runs only for a piece that was taken, and the
+// caller returns only when all pieces are done. A helper that wakes later finds no piece left and
+// touches the shared state alone. For the same reason fn must not throw, and must be trivial to
+// destroy: the last helper destroys it.
 template <typename Fn>
 void parallel_for(xla::ffi::ThreadPool pool, int64_t count, int64_t grain, Fn fn) {
+  static_assert(noexcept(fn(count, count)), "an exception would leave helpers with a dead caller");
+  static_assert(std::is_trivially_destructible_v<Fn>, "it outlives the caller");
+  grain = std::max<int64_t>(1, grain);
   const int64_t pieces = (count + grain - 1) / grain;
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
   if (helpers <= 0) {
@@ -53,7 +63,11 @@ void parallel_for(xla::ffi::ThreadPool pool, int64_t count, int64_t grain, Fn fn
   };
   // Shared: a helper may wake after the caller has returned.
   auto state = std::make_shared<State>(std::move(fn), count, grain, pieces);
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->work(); });
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->work(); });
+  } catch (const std::bad_alloc&) {
+    // Those that were scheduled share the work, the caller does the rest.
+  }
   state->work();
   for (int spin = 0; spin < kSpins && state->done.load() < pieces; ++spin) relax();
   if (state->done.load() == pieces) return;

@@ -83,7 +83,7 @@ inline F32 load_f16(const uint16_t* p) {
   return (F32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
   F32 r;
-  for (int i = 0; i < kLanes; ++i) r[i] = half_to_float(p[i]);
+  for (int i = 0; i < kLanes; ++i) r[i] = half_to_float(load<uint16_t>(p + i));
   return r;
 #endif
 }
@@ -97,7 +97,7 @@ inline F32 load_bf16(const uint16_t* p) {
   return (F32)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 #else
   I32 bits;
-  for (int i = 0; i < kLanes; ++i) bits[i] = (int32_t)((uint32_t)p[i] << 16);
+  for (int i = 0; i < kLanes; ++i) bits[i] = (int32_t)((uint32_t)load<uint16_t>(p + i) << 16);
   return (F32)bits;
 #endif
 }
