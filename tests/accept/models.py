@@ -50,13 +50,15 @@ class Models:
     def config(self) -> EngineConfig:
         """The layout of the recordings: one slot of 512 tokens, an f32 cache.
 
-        Small chunks, so that the longer prompts take several and few programs are compiled.
+        Small chunks, so that the longer prompts take several and few programs are compiled. XLA,
+        because the native kernels round activations to 8 bits.
         """
         return EngineConfig(
             context_tokens=512,
             num_slots=1,
             chunk_tokens=64,
             kv_dtype="f32",
+            kernels="xla",
             compile_cache=self._options.engine.compile_cache,
         )
 
