@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from service.exit import leave
 from service.exposure import exposure_warning
 from service.logs import configure
 from service.options import ServiceOptions
+from service.private_folder import SOCKET, private_folder
 
 # -P: a folder named `gateway` where the user happens to stand is not ours.
 _GATEWAY = (sys.executable, "-P", "-m", "gateway", "--options-stdin")
@@ -36,8 +36,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # default 2 + 2 seconds, since whoever started a server commonly kills it after 5.
 _CHILD_MARGIN_S = 1.0
 _STOP_MARGIN_S = 2.0
-# Linux takes 107 bytes, macOS 103.
-_MAX_SOCKET_BYTES = 100
 
 # Serves until the event is set; returns the exit status.
 Serve = Callable[[ServiceOptions, asyncio.Event], Awaitable[int]]
@@ -63,9 +61,8 @@ def launch(options: ServerOptions, serve: Serve, gateway: Sequence[str] = _GATEW
         0 after a signal, the gateway's status if it ended by itself, else that of `serve`.
     """
     _warn(options)
-    folder = Path(tempfile.mkdtemp(prefix="kvarts-", dir=_socket_parent()))
-    try:
-        socket = folder / "service.sock"
+    with private_folder() as folder:
+        socket = folder / SOCKET
         child = subprocess.Popen(
             gateway,
             stdin=subprocess.PIPE,
@@ -78,8 +75,6 @@ def launch(options: ServerOptions, serve: Serve, gateway: Sequence[str] = _GATEW
             return server.run(replace(options.service, private_socket=str(socket)), serve)
         finally:
             _end(child, options.service.shutdown_timeout_s)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Server:
@@ -180,12 +175,6 @@ def _end(child: subprocess.Popen[bytes], shutdown_timeout_s: float) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def _socket_parent() -> str | None:
-    """The temporary folder, unless a Unix socket's path in it would be too long."""
-    sample = os.path.join(tempfile.gettempdir(), "kvarts-12345678", "service.sock")
-    return None if len(os.fsencode(sample)) <= _MAX_SOCKET_BYTES else "/tmp"
 
 
 def _warn(options: ServerOptions) -> None:
