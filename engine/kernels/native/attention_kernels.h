@@ -5,7 +5,7 @@
 // size or the register's size.
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <cstdlib>
 
 #include "attention.h"
 #include "simd.h"
@@ -84,9 +84,27 @@ inline void store_tokens(const Attention& a, int64_t first, int64_t end) {
   }
 }
 
-struct Scratch {
-  std::vector<float> keys, values, queries, out;
-  std::vector<float> best, total;
+// Memory of one thread. Not a standard container: those throw, and the linker would merge their
+// functions across instruction sets, into whichever it saw first.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() { std::free(floats_); }
+
+  // `count` floats of any value, zeros when new; null if memory is out.
+  float* floats(int64_t count) {
+    if (count > size_) {
+      std::free(floats_);
+      floats_ = (float*)std::calloc(count, sizeof(float));
+      size_ = floats_ ? count : 0;
+    }
+    return floats_;
+  }
+
+ private:
+  float* floats_ = nullptr;
+  int64_t size_ = 0;
 };
 
 inline void read_row(const Attention& a, const void* pool, int64_t at, float* to, int64_t padded) {
@@ -118,27 +136,31 @@ inline void add_values(const float* weights, const float* values, int64_t stride
   for (int d = 0; d < D * kParts16; ++d) store(out + d * kLanes, sum[d]);
 }
 
-// Block `block` of query_blocks, one K/V head.
-inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& s) {
+// Block `block` of query_blocks, one K/V head; false if memory is out.
+inline bool attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& scratch) {
   const bool is_decode = block < a.num_decodes;
   const int64_t first = is_decode ? block : a.num_decodes + (block - a.num_decodes) * kQueryBlock;
   const int64_t end = is_decode ? first + 1 : std::min(first + kQueryBlock, a.num_tokens);
   const int64_t group = a.num_heads / a.num_kv_heads, padded = (a.dim + 15) / 16 * 16;
   const int32_t* table = a.tables + (is_decode ? block : a.num_decodes) * a.table_pages;
   const int64_t num_queries = (end - first) * group;
-  s.keys.resize(kKeys * padded);
-  s.values.resize(kKeys * padded);
-  s.queries.assign(num_queries * padded, 0);
-  s.out.assign(num_queries * padded, 0);
-  s.best.assign(num_queries, kMasked);
-  s.total.assign(num_queries, 0);
+  float* const keys = scratch.floats(2 * (kKeys + num_queries) * padded + 2 * num_queries);
+  if (!keys) return false;
+  float* const values = keys + kKeys * padded;
+  float* const queries = values + kKeys * padded;
+  float* const outs = queries + num_queries * padded;
+  float* const bests = outs + num_queries * padded;
+  float* const totals = bests + num_queries;
+  std::fill(queries, bests, 0.0f);
+  std::fill(bests, totals, kMasked);
+  std::fill(totals, totals + num_queries, 0.0f);
   int32_t latest = -1, earliest = INT32_MAX;
   for (int64_t n = first; n < end; ++n) {
     if (a.positions[n] >= 0) earliest = std::min(earliest, a.positions[n]);
     latest = std::max(latest, a.positions[n]);
     for (int64_t h = 0; h < group; ++h) {
       const float* q = a.queries + (n * a.num_heads + kv_head * group + h) * a.dim;
-      float* to = s.queries.data() + ((n - first) * group + h) * padded;
+      float* to = queries + ((n - first) * group + h) * padded;
       for (int64_t i = 0; i < a.dim; ++i) to[i] = q[i] * a.scale;
     }
   }
@@ -148,8 +170,8 @@ inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& 
     for (int64_t k = begin; k < stop; ++k) {
       const int64_t unit = table[k / a.page_tokens];
       const int64_t at = ((unit * a.page_tokens + k % a.page_tokens) * a.num_kv_heads + kv_head) * a.dim;
-      read_row(a, a.pool_keys, at, s.keys.data() + (k - start) * padded, padded);
-      read_row(a, a.pool_values, at, s.values.data() + (k - start) * padded, padded);
+      read_row(a, a.pool_keys, at, keys + (k - start) * padded, padded);
+      read_row(a, a.pool_values, at, values + (k - start) * padded, padded);
     }
     for (int64_t n = first; n < end; ++n) {
       const int64_t position = a.positions[n];
@@ -158,7 +180,7 @@ inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& 
       if (position < 0 || from >= to) continue;
       for (int64_t h = 0; h < group; ++h) {
         const int64_t q = (n - first) * group + h;
-        const float* query = s.queries.data() + q * padded;
+        const float* query = queries + q * padded;
         float scores[kKeys];
         float most = kMasked;
         for (int64_t k = from / 16 * 16; k < to; k += 16) {
@@ -167,7 +189,7 @@ inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& 
             for (int p = 0; p < kParts16; ++p) {
               const F32 part = load<F32>(query + i + p * kLanes);
               for (int64_t key = 0; key < 16; ++key)
-                parts[key][p] = fma(part, load<F32>(s.keys.data() + (k + key) * padded + i + p * kLanes), parts[key][p]);
+                parts[key][p] = fma(part, load<F32>(keys + (k + key) * padded + i + p * kLanes), parts[key][p]);
             }
           sums16(parts, scores + k);
         }
@@ -176,7 +198,7 @@ inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& 
           else if (a.soft_cap > 0) scores[k] = a.soft_cap * std::tanh(scores[k] / a.soft_cap);
           most = std::max(most, scores[k]);
         }
-        const float best = std::max(s.best[q], most), fade = std::exp(s.best[q] - best);
+        const float best = std::max(bests[q], most), fade = std::exp(bests[q] - best);
         F32 sums[kParts16] = {};
         for (int64_t k = 0; k < kKeys; k += 16)
           for (int p = 0; p < kParts16; ++p) {
@@ -185,13 +207,13 @@ inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& 
             sums[p] += weight;
             store(at, weight);
           }
-        s.best[q] = best;
-        s.total[q] = s.total[q] * fade + sum16(sums);
-        float* out = s.out.data() + q * padded;
+        bests[q] = best;
+        totals[q] = totals[q] * fade + sum16(sums);
+        float* out = outs + q * padded;
         for (int64_t i = 0; i < padded; i += 16 * kDims) {
           const int dims = (int)std::min<int64_t>(kDims, (padded - i) / 16);
-          if (dims == kDims) add_values<kDims>(scores, s.values.data() + i, padded, from, to, fade, out + i);
-          else for (int d = 0; d < dims; ++d) add_values<1>(scores, s.values.data() + i + 16 * d, padded, from, to, fade, out + i + 16 * d);
+          if (dims == kDims) add_values<kDims>(scores, values + i, padded, from, to, fade, out + i);
+          else for (int d = 0; d < dims; ++d) add_values<1>(scores, values + i + 16 * d, padded, from, to, fade, out + i + 16 * d);
         }
       }
     }
@@ -199,16 +221,20 @@ inline void attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& 
   for (int64_t n = first; n < end; ++n)
     for (int64_t h = 0; h < group; ++h) {
       const int64_t q = (n - first) * group + h;
-      const float inverse = s.total[q] > 0 ? 1.0f / s.total[q] : 0.0f;
+      const float inverse = totals[q] > 0 ? 1.0f / totals[q] : 0.0f;
       float* to = a.out + (n * a.num_heads + kv_head * group + h) * a.dim;
-      for (int64_t i = 0; i < a.dim; ++i) to[i] = s.out[q * padded + i] * inverse;
+      for (int64_t i = 0; i < a.dim; ++i) to[i] = outs[q * padded + i] * inverse;
     }
+  return true;
 }
 
-inline void attend_blocks(const Attention& a, int64_t first, int64_t end) {
-  // A thread keeps its scratch: filling fresh memory costs more than a short attention.
+inline bool attend_blocks(const Attention& a, int64_t first, int64_t end) {
+  // A thread keeps its scratch: filling fresh memory costs more than a short attention. The model's
+  // head size and group bound it.
   thread_local Scratch scratch;
-  for (int64_t unit = first; unit < end; ++unit) attend(a, unit / a.num_kv_heads, unit % a.num_kv_heads, scratch);
+  for (int64_t unit = first; unit < end; ++unit)
+    if (!attend(a, unit / a.num_kv_heads, unit % a.num_kv_heads, scratch)) return false;
+  return true;
 }
 
 }  // namespace KVARTS_ISA

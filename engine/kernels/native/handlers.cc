@@ -1,5 +1,6 @@
 // XLA's doors to the kernels: shapes are checked, pointers made, work split. Nothing throws.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -57,39 +58,78 @@ const Kernels& chosen() { return *in_use; }
 constexpr int64_t kTile = 16;
 constexpr int64_t kWorthSharing = 1 << 17;  // multiplications; below, waking a thread costs more
 
-// A matrix from its entry of a table; false if its layout does not exist.
-bool read_matrix(const uint8_t* arena, const int32_t* entry, ffi::Span<const int64_t> layouts, int64_t rows,
-                 int64_t cols, Matrix* m) {
-  if (entry[0] < 0 || 4 * (size_t)entry[0] + 3 >= layouts.size()) return false;
-  const int64_t* layout = layouts.begin() + 4 * entry[0];
-  *m = Matrix{(Kind)layout[0], (Float)layout[1], (int32_t)layout[2], layout[3] != 0, rows, cols,
-              arena + 64 * (int64_t)entry[1], arena + 64 * (int64_t)entry[2], arena + 64 * (int64_t)entry[3]};
-  return true;
+ffi::Error invalid(const char* what) { return ffi::Error::InvalidArgument(what); }
+ffi::Error out_of_memory() { return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory"); }
+
+using Bytes = ffi::BufferR2<ffi::U8>;
+using Layouts = ffi::Span<const int64_t>;
+
+// Bytes that whole tiles hold `rows` rows in.
+int64_t code_bytes(const Matrix& m, int64_t rows) {
+  const int64_t count = (rows + kTile - 1) / kTile * kTile * m.cols;
+  if (m.kind == Kind::kQ4) return count / 2;
+  return m.kind == Kind::kQ8 ? count : count * (m.number == Float::kF32 ? 4 : 2);
 }
 
-ffi::Error no_such_layout() { return ffi::Error::InvalidArgument("a matrix has a layout that does not exist"); }
+int64_t scale_bytes(const Matrix& m, int64_t rows) {
+  return (rows + kTile - 1) / kTile * kTile * (m.cols / m.group) * (m.number == Float::kF32 ? 4 : 2);
+}
 
-ffi::Error Gather(ffi::Buffer<ffi::U8> arena, ffi::Buffer<ffi::S32> entry, ffi::Buffer<ffi::S32> row_ids,
-                  ffi::ResultBuffer<ffi::F32> y, ffi::Span<const int64_t> layouts) {
+// Whether the kernels know such a matrix.
+bool is_known(const Matrix& m) {
+  if (m.kind == Kind::kDense) return m.number == Float::kF32 || m.number == Float::kF16 || m.number == Float::kBf16;
+  const bool is_grouped = (m.kind == Kind::kQ4 || m.kind == Kind::kQ8) && (m.group == 16 || m.group == 32);
+  return is_grouped && (m.number == Float::kF32 || m.number == Float::kF16) && m.cols % 32 == 0;
+}
+
+// Reads a matrix from its entry of a table. Entries are data of the program: what they name is
+// looked at before it is touched. Returns what is wrong, if anything.
+const char* read_matrix(const Bytes& arena, const int32_t* entry, Layouts layouts, int64_t rows, int64_t cols,
+                        Matrix* m) {
+  if (entry[0] < 0 || 4 * (size_t)entry[0] + 3 >= layouts.size()) return "a matrix has a layout that does not exist";
+  const int64_t* layout = layouts.begin() + 4 * entry[0];
+  const uint8_t* data = arena.typed_data();
+  *m = Matrix{(Kind)layout[0], (Float)layout[1], (int32_t)layout[2], layout[3] != 0, rows, cols,
+              data + 64 * (int64_t)entry[1], data + 64 * (int64_t)entry[2], data + 64 * (int64_t)entry[3]};
+  if (!is_known(*m)) return "a matrix does not fit its layout";
+  const int64_t held = arena.element_count();
+  const auto is_inside = [&](int32_t block, int64_t bytes) { return block >= 0 && 64 * (int64_t)block + bytes <= held; };
+  const bool has_scales = m->kind != Kind::kDense;
+  if (!is_inside(entry[1], code_bytes(*m, rows)) ||
+      (has_scales && !is_inside(entry[2], scale_bytes(*m, rows))) ||
+      (has_scales && m->has_offset && !is_inside(entry[3], scale_bytes(*m, rows))))
+    return "a matrix is not inside the arena";
+  return nullptr;
+}
+
+ffi::Error Gather(Bytes arena, ffi::BufferR1<ffi::S32> entry, ffi::BufferR1<ffi::S32> row_ids,
+                  ffi::ResultBufferR2<ffi::F32> y, Layouts layouts) {
   const int64_t num = y->dimensions()[0], cols = y->dimensions()[1];
+  if (entry.element_count() != 4 || (int64_t)row_ids.element_count() != num) return invalid("gather: shapes differ");
+  const int32_t* ids = row_ids.typed_data();
+  int64_t rows = 0;
+  for (int64_t n = 0; n < num; ++n) {
+    if (ids[n] < 0) return invalid("gather: a row is negative");
+    rows = std::max<int64_t>(rows, (int64_t)ids[n] + 1);
+  }
   Matrix m;
-  if (!read_matrix(arena.typed_data(), entry.typed_data(), layouts, 0, cols, &m)) return no_such_layout();
-  for (int64_t n = 0; n < num; ++n) chosen().decode_row(m, row_ids.typed_data()[n], y->typed_data() + n * cols);
+  if (const char* wrong = read_matrix(arena, entry.typed_data(), layouts, rows, cols, &m)) return invalid(wrong);
+  for (int64_t n = 0; n < num; ++n) chosen().decode_row(m, ids[n], y->typed_data() + n * cols);
   return ffi::Error::Success();
 }
 
 // `layouts` has (kind, number, group, has_offset) per layout that the matrices may have; `table`
 // per matrix (layout, codes, scales, offsets), the planes as 64-byte blocks of the arena.
-ffi::Error QMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> arena, ffi::Buffer<ffi::S32> table,
-                   ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y, ffi::Span<const int64_t> rows,
-                   ffi::Span<const int64_t> layouts) {
+ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> table, ffi::BufferR2<ffi::F32> x,
+                   ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts) try {
   const int64_t num = x.dimensions()[0], cols = x.dimensions()[1], stride = y->dimensions()[1];
   const Kernels& kernels = chosen();
-  std::unique_ptr<int8_t[]> codes(new (std::nothrow) int8_t[num * cols]);
+  if (table.element_count() != 4 * rows.size() || y->dimensions()[0] != num) return invalid("qmatmul: shapes differ");
   const int64_t groups = cols / 32;
-  std::unique_ptr<float[]> scales(new (std::nothrow) float[num * groups + 1]);
-  std::unique_ptr<int32_t[]> sums(new (std::nothrow) int32_t[num * groups * 2 + 1]);
-  if (!codes || !scales || !sums) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "qmatmul: out of memory");
+  // Not zeroed: they are as large as the activations.
+  std::unique_ptr<int8_t[]> codes(new int8_t[num * cols]);
+  std::unique_ptr<float[]> scales(new float[num * groups]);
+  std::unique_ptr<int32_t[]> sums(new int32_t[num * groups * 2]);
   const Activations a{num, cols, x.typed_data(), codes.get(), scales.get(), sums.get()};
 
   std::vector<Matrix> matrices;
@@ -98,7 +138,7 @@ ffi::Error QMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> arena, ffi::Buffer
   bool is_quantised = false;
   for (size_t i = 0; i < rows.size(); ++i) {
     Matrix m;
-    if (!read_matrix(arena.typed_data(), table.typed_data() + 4 * i, layouts, rows[i], cols, &m)) return no_such_layout();
+    if (const char* wrong = read_matrix(arena, table.typed_data() + 4 * i, layouts, rows[i], cols, &m)) return invalid(wrong);
     is_quantised |= m.kind != Kind::kDense;
     matrices.push_back(m);
     first_tiles.push_back(tiles);
@@ -106,16 +146,17 @@ ffi::Error QMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> arena, ffi::Buffer
     tiles += (rows[i] + kTile - 1) / kTile;
     out += rows[i];
   }
+  if (out != stride) return invalid("qmatmul: shapes differ");
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   if (is_quantised) {
-    const int64_t grain = std::max<int64_t>(1, num * cols < kWorthSharing ? num : num / (4 * threads));
-    parallel_for(pool, num, grain, [a, &kernels](int64_t f, int64_t e) { kernels.quantise(a, f, e); });
+    const int64_t grain = num * cols < kWorthSharing ? num : num / (4 * threads);
+    parallel_for(pool, num, grain, [a, &kernels](int64_t f, int64_t e) noexcept { kernels.quantise(a, f, e); });
   }
   const bool is_small = num * cols * tiles * kTile < kWorthSharing;
   // Pieces that fit the second cache together with a block of tokens, and enough of them to balance.
   const int64_t grain = is_small ? tiles : std::clamp<int64_t>(tiles / (8 * threads), 1, std::max<int64_t>(1, (1 << 20) / (cols * kTile)));
   float* result = y->typed_data();
-  auto run = [&matrices, &first_tiles, &outs, a, result, stride, &kernels](int64_t first, int64_t end) {
+  const auto run = [&matrices, &first_tiles, &outs, a, result, stride, &kernels](int64_t first, int64_t end) noexcept {
     for (size_t i = 0; i < matrices.size(); ++i) {
       const Matrix& m = matrices[i];
       const int64_t own = (m.rows + kTile - 1) / kTile;
@@ -125,13 +166,44 @@ ffi::Error QMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> arena, ffi::Buffer
   };
   parallel_for(pool, tiles, grain, run);
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
 }
 
+// Whether what positions [earliest, latest] of a row may see lies in pages of the pool.
+bool row_fits(const Attention& a, int64_t row, int64_t earliest, int64_t latest, int64_t num_units) {
+  if (latest >= a.table_pages * a.page_tokens) return false;
+  const int32_t* table = a.tables + row * a.table_pages;
+  const int64_t low = std::max<int64_t>(0, earliest - a.window + 1);
+  for (int64_t page = low / a.page_tokens; page <= latest / a.page_tokens; ++page)
+    if (table[page] < 0 || table[page] >= num_units) return false;
+  return true;
+}
+
+// Whether every place that the step names exists: they are data, and a wrong one would overwrite
+// what is not this step's.
+bool indexes_fit(const Attention& a, int64_t num_units) {
+  int64_t earliest = INT32_MAX, latest = -1;  // of the chunk
+  for (int64_t n = 0; n < a.num_tokens; ++n) {
+    if (a.units[n] < 0 || a.units[n] >= num_units || a.offsets[n] < 0 || a.offsets[n] >= a.page_tokens) return false;
+    const int64_t position = a.positions[n];
+    if (position < 0) continue;
+    if (n < a.num_decodes && !row_fits(a, n, position, position, num_units)) return false;
+    if (n < a.num_decodes) continue;
+    earliest = std::min(earliest, position);
+    latest = std::max(latest, position);
+  }
+  return latest < 0 || row_fits(a, a.num_decodes, earliest, latest, num_units);
+}
+
+using Numbers = ffi::BufferR3<ffi::F32>;
+using Indexes = ffi::BufferR1<ffi::S32>;
+
 template <bool kHalf, typename Pool, typename PoolOut>
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                  ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> units, ffi::Buffer<ffi::S32> offsets,
-                  ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> window, Pool, Pool,
-                  ffi::ResultBuffer<ffi::F32> out, PoolOut keys, PoolOut values, int64_t num_decodes, float scale, float soft_cap) {
+ffi::Error Attend(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Indexes positions, Indexes units,
+                  Indexes offsets, ffi::BufferR2<ffi::S32> tables, ffi::BufferR0<ffi::S32> window, Pool, Pool,
+                  ffi::ResultBufferR3<ffi::F32> out, PoolOut keys, PoolOut values, int64_t num_decodes, float scale,
+                  float soft_cap) try {
   Attention a;
   a.num_tokens = q.dimensions()[0];
   a.num_heads = q.dimensions()[1];
@@ -154,15 +226,31 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   a.pool_keys = keys->untyped_data();
   a.pool_values = values->untyped_data();
   a.out = out->typed_data();
+  const int64_t held_size = a.num_tokens * a.num_kv_heads * a.dim;
+  const bool has_rows = num_decodes >= 0 && num_decodes <= a.num_tokens &&
+                        tables.dimensions()[0] >= num_decodes + (a.num_tokens > num_decodes);
+  if (!has_rows || a.num_kv_heads < 1 || a.num_heads % a.num_kv_heads || a.page_tokens < 1 ||
+      (int64_t)k.element_count() != held_size || (int64_t)v.element_count() != held_size ||
+      keys->dimensions()[2] != a.num_kv_heads || keys->dimensions()[3] != a.dim ||
+      values->element_count() != keys->element_count() || out->element_count() != q.element_count() ||
+      (int64_t)positions.element_count() != a.num_tokens || (int64_t)units.element_count() != a.num_tokens ||
+      (int64_t)offsets.element_count() != a.num_tokens)
+    return invalid("attend: shapes differ");
+  if (!indexes_fit(a, keys->dimensions()[0])) return invalid("attend: a position or a page is out of range");
   const Kernels& kernels = chosen();
   kernels.store_tokens(a, 0, a.num_tokens);
   int64_t held = 0;
   for (int64_t n = 0; n < a.num_tokens; ++n) held += a.positions[n] + 1;
   const int64_t work = query_blocks(a) * a.num_kv_heads;
   const bool is_small = held * a.num_heads * a.dim < kWorthSharing;
-  const int64_t grain = is_small ? work : std::max<int64_t>(1, work / (16 * std::max<int64_t>(1, pool.num_threads())));
-  parallel_for(pool, work, grain, [a, &kernels](int64_t f, int64_t e) { kernels.attend(a, f, e); });
-  return ffi::Error::Success();
+  const int64_t grain = is_small ? work : work / (16 * std::max<int64_t>(1, pool.num_threads()));
+  std::atomic<bool> has_memory{true};
+  parallel_for(pool, work, grain, [a, &kernels, &has_memory](int64_t f, int64_t e) noexcept {
+    if (!kernels.attend(a, f, e)) has_memory = false;
+  });
+  return has_memory ? ffi::Error::Success() : out_of_memory();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
 }
 
 }  // namespace
@@ -180,35 +268,40 @@ extern "C" __attribute__((visibility("default"))) bool kvarts_use_isa(const char
   return false;
 }
 
+// What jax looks up by name; all else is hidden.
+#pragma GCC visibility push(default)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_qmatmul, kvarts::QMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<kvarts::Bytes>()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<ffi::Span<const int64_t>>("rows")
                                   .Attr<ffi::Span<const int64_t>>("layouts"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_gather, kvarts::Gather,
                               ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<kvarts::Bytes>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<ffi::Span<const int64_t>>("layouts"));
 
-#define KVARTS_ATTEND(NAME, HALF, TYPE)                                                                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                              \
-      NAME, (kvarts::Attend<HALF, ffi::Buffer<TYPE>, ffi::ResultBuffer<TYPE>>),                               \
-      ffi::Ffi::Bind()                                                                                        \
-          .Ctx<ffi::ThreadPool>()                                                                             \
-          .Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>()             \
-          .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()             \
-          .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()                                          \
-          .Arg<ffi::Buffer<TYPE>>().Arg<ffi::Buffer<TYPE>>()                                                  \
-          .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<TYPE>>().Ret<ffi::Buffer<TYPE>>()                     \
+#define KVARTS_ATTEND(NAME, HALF, TYPE)                                                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                            \
+      NAME, (kvarts::Attend<HALF, ffi::BufferR4<TYPE>, ffi::ResultBufferR4<TYPE>>),                         \
+      ffi::Ffi::Bind()                                                                                      \
+          .Ctx<ffi::ThreadPool>()                                                                           \
+          .Arg<kvarts::Numbers>().Arg<kvarts::Numbers>().Arg<kvarts::Numbers>()                             \
+          .Arg<kvarts::Indexes>().Arg<kvarts::Indexes>().Arg<kvarts::Indexes>()                             \
+          .Arg<ffi::BufferR2<ffi::S32>>().Arg<ffi::BufferR0<ffi::S32>>()                                    \
+          .Arg<ffi::BufferR4<TYPE>>().Arg<ffi::BufferR4<TYPE>>()                                            \
+          .Ret<ffi::BufferR3<ffi::F32>>().Ret<ffi::BufferR4<TYPE>>().Ret<ffi::BufferR4<TYPE>>()             \
           .Attr<int64_t>("num_decodes").Attr<float>("scale").Attr<float>("soft_cap"))
 
 KVARTS_ATTEND(kvarts_attend_f16, true, ffi::F16);
 KVARTS_ATTEND(kvarts_attend_f32, false, ffi::F32);
+
+#pragma GCC visibility pop

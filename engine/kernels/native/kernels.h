@@ -33,6 +33,7 @@ struct Activations {
   int32_t* sums;         // [num, cols / 16], sums of codes of half groups
 };
 
+// None of these throws.
 struct Kernels {
   const char* name;
   // Quantises tokens [first, end).
@@ -44,8 +45,8 @@ struct Kernels {
   void (*decode_row)(const Matrix&, int64_t row, float* to);
   // Keys and values of tokens [first, end) into the pool.
   void (*store_tokens)(const Attention&, int64_t first, int64_t end);
-  // Units [first, end) of query_blocks x kv_heads.
-  void (*attend)(const Attention&, int64_t first, int64_t end);
+  // Units [first, end) of query_blocks x kv_heads; false if there is no memory for it.
+  bool (*attend)(const Attention&, int64_t first, int64_t end);
 };
 
 }  // namespace kvarts

@@ -1,6 +1,7 @@
 // The kernels of qmatmul.h for one instruction set (KVARTS_ISA). Included once per set.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels.h"
 #include "simd.h"
@@ -13,22 +14,29 @@ constexpr int64_t kGroup = 32;   // of activations
 constexpr int kBlock = kLanes == 16 ? 8 : 4;  // tokens that share one pass over a tile
 constexpr int kParts = kTile / kLanes;
 
+// 127 over a magnitude below this is no finite number: such a group is as good as zero.
+constexpr float kLeast = 0x1p-120f;
+
+// A group of 32 becomes codes of round(x * (127 / most)), half to even, and the scale most / 127.
+// One with a value that is not finite gets a scale that is not either, so that its products show it.
 inline void quantise(const Activations& a, int64_t first, int64_t end) {
   const int64_t groups = a.cols / kGroup;
   for (int64_t n = first; n < end; ++n) {
     for (int64_t g = 0; g < groups; ++g) {
       const float* x = a.x + n * a.cols + g * kGroup;
       int8_t* q = a.codes + n * a.cols + g * kGroup;
-      float most = 0;
-      for (int i = 0; i < kGroup; ++i) most = std::max(most, std::fabs(x[i]));
-      const float inverse = most > 0 ? 127.0f / most : 0.0f;
+      int32_t bits = 0;  // of the largest magnitude: they order as the numbers do, NaN above all
+      for (int i = 0; i < kGroup; ++i) bits = std::max(bits, load<int32_t>(x + i) & 0x7fffffff);
+      const float most = load<float>(&bits);
+      const bool is_finite = bits < 0x7f800000;
+      const float inverse = is_finite && most >= kLeast ? 127.0f / most : 0.0f;
       int32_t sums[2] = {0, 0};
       for (int i = 0; i < kGroup; ++i) {
-        const int32_t v = (int32_t)std::nearbyintf(x[i] * inverse);
+        const int32_t v = is_finite ? (int32_t)std::nearbyintf(x[i] * inverse) : 0;
         q[i] = (int8_t)v;
         sums[i / 16] += v;
       }
-      a.scales[n * groups + g] = most / 127.0f;
+      a.scales[n * groups + g] = is_finite ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
       a.sums[(n * groups + g) * 2] = sums[0];
       a.sums[(n * groups + g) * 2 + 1] = sums[1];
     }
@@ -37,8 +45,8 @@ inline void quantise(const Activations& a, int64_t first, int64_t end) {
 
 template <Float F>
 inline F32 load_numbers(const uint8_t* p, int64_t index) {
-  if constexpr (F == Float::kF16) return load_f16((const uint16_t*)p + index);
-  return load<F32>((const float*)p + index);
+  if constexpr (F == Float::kF16) return load_f16(p + 2 * index);
+  return load<F32>(p + 4 * index);
 }
 
 // One part of a tile, T tokens. The sums of a group are exact integers and groups are added in
@@ -133,9 +141,9 @@ void by_group(const Matrix& m, const Activations& a, int64_t f, int64_t e, float
 
 template <Float F>
 inline F32 load_dense(const uint8_t* p, int64_t index) {
-  if constexpr (F == Float::kF32) return load<F32>((const float*)p + index);
-  if constexpr (F == Float::kF16) return load_f16((const uint16_t*)p + index);
-  return load_bf16((const uint16_t*)p + index);
+  if constexpr (F == Float::kF32) return load<F32>(p + 4 * index);
+  if constexpr (F == Float::kF16) return load_f16(p + 2 * index);
+  return load_bf16(p + 2 * index);
 }
 
 // R rows x T tokens; each pair is summed in 16 lanes in the order of columns, a short end padded

@@ -76,19 +76,19 @@ inline float half_to_float(uint16_t h) {
   return f;
 }
 
-inline F32 load_f16(const uint16_t* p) {
+inline F32 load_f16(const void* p) {
 #if defined(__AVX512F__)
   return (F32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
   return (F32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
   F32 r;
-  for (int i = 0; i < kLanes; ++i) r[i] = half_to_float(load<uint16_t>(p + i));
+  for (int i = 0; i < kLanes; ++i) r[i] = half_to_float(load<uint16_t>((const char*)p + 2 * i));
   return r;
 #endif
 }
 
-inline F32 load_bf16(const uint16_t* p) {
+inline F32 load_bf16(const void* p) {
 #if defined(__AVX512F__)
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return (F32)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -97,7 +97,7 @@ inline F32 load_bf16(const uint16_t* p) {
   return (F32)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 #else
   I32 bits;
-  for (int i = 0; i < kLanes; ++i) bits[i] = (int32_t)((uint32_t)load<uint16_t>(p + i) << 16);
+  for (int i = 0; i < kLanes; ++i) bits[i] = (int32_t)((uint32_t)load<uint16_t>((const char*)p + 2 * i) << 16);
   return (F32)bits;
 #endif
 }

@@ -1,0 +1,384 @@
+"""Native products against their definition in float64, and against themselves bit by bit.
+
+Definition: x is quantised in groups of 32 columns, its products with a matrix are those of the
+decoded matrix with the decoded activations. Dense matrices take x as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.gguf.encode import Planes
+from engine.gguf.layouts import Layout
+from engine.kernels import flow, native, qmatmul
+from engine.kernels.qmatmul import MatrixStack, gather_rows
+from tests.native import instruction_sets, instructions, requires_native
+from tests.unit.engine.jitted import jitted
+from tests.unit.engine.kernels.matrices import (
+    DENSE,
+    QUANTISED,
+    Packed,
+    label,
+    pack,
+    random_matrices,
+    random_planes,
+)
+
+pytestmark = requires_native
+
+# Relative to the sum of all terms' magnitudes.
+TOLERANCE = 1e-5
+# XLA runs with denormals flushed to zero.
+FLOOR = 1e-36
+NUMS = [1, 2, 3, 7, 8, 9, 17, 40]
+LAYOUTS = [*QUANTISED, *DENSE]
+# Tiles of one row, whole ones, one more, and enough work for several threads.
+SHAPES = [(1, 32), (16, 64), (17, 96), (50, 320), (531, 512)]
+# A dense matrix takes any number of columns.
+ODD_SHAPES = [(1, 1), (5, 15), (33, 17), (50, 47), (700, 515)]
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+products = jitted(qmatmul.qmatmuls)
+gather = jitted(gather_rows)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An arena on the device."""
+
+    packed: Packed
+
+    @cached_property
+    def arena(self) -> jax.Array:
+        return jnp.asarray(self.packed.data)
+
+    def stack(self, *names: str) -> MatrixStack:
+        return MatrixStack.of([self.packed.matrices[name] for name in names], is_native=True)
+
+    def one(self, name: str) -> MatrixStack:
+        return self.stack(name).single()
+
+    def products(self, names: Sequence[str], x: Float32) -> list[Float32]:
+        """One native call for all of them."""
+        matrices = [self.one(name) for name in names]
+        return [np.asarray(y) for y in products(self.arena, matrices, jnp.asarray(x))]
+
+    def product(self, name: str, x: Float32) -> Float32:
+        return self.products([name], x)[0]
+
+
+def make(shapes: Mapping[str, tuple[Layout, int, int]], seed: int = 5) -> Case:
+    return Case(random_matrices(seed, shapes))
+
+
+def named(layout: Layout, rows: int, cols: int) -> str:
+    return f"{label(layout)} {rows}x{cols}"
+
+
+@pytest.fixture(scope="module")
+def every_layout() -> Case:
+    shapes = [(layout, *shape) for layout in LAYOUTS for shape in SHAPES]
+    shapes += [(layout, *shape) for layout in DENSE for shape in ODD_SHAPES]
+    return make({named(*shape): shape for shape in shapes})
+
+
+def inputs(num: int, cols: int, seed: int = 0) -> Float32:
+    return np.random.default_rng(seed).standard_normal((num, cols), np.float32)
+
+
+def decoded_activations(x: Float32) -> Float64:
+    """What the products see of x: per group of 32, codes round(x * (127 / most)), half to even."""
+    groups = x.reshape(len(x), -1, 32)
+    most = np.abs(groups).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    codes = np.rint(groups * inverse)
+    assert np.abs(codes).max() <= 127
+    scale = most / np.float32(127)
+    return (codes.astype(np.float64) * scale).reshape(x.shape)
+
+
+def assert_products(case: Case, name: str, x: Float32, result: Float32) -> None:
+    layout = case.packed.matrices[name].layout
+    weights = case.packed.values[name].astype(np.float64)
+    wide = x.astype(np.float64) if layout.kind == "dense" else decoded_activations(x)
+    assert result.shape == (len(x), len(weights))
+    assert result.dtype == np.float32
+    # A code and its offset are two terms, which nearly cancel in some layouts.
+    magnitude = np.abs(wide) @ np.abs(weights).T
+    if layout.has_offset:
+        magnitude = magnitude + 2 * np.abs(wide).sum(-1, keepdims=True) * np.abs(weights).max()
+    error = np.abs(result - wide @ weights.T)
+    worst = (error / np.maximum(magnitude, 1e-30)).max()
+    assert (error <= TOLERANCE * magnitude + FLOOR).all(), f"{name}: {worst:.1e}"
+
+
+def test_a_library_that_is_there_is_used() -> None:
+    """Without this, one that does not load would skip every other test."""
+    assert native.isa() in instruction_sets()
+
+
+@pytest.mark.parametrize("num", NUMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_products_are_those_of_the_decoded_matrix_and_activations(
+    every_layout: Case, num: int, shape: tuple[int, int]
+) -> None:
+    names = [named(layout, *shape) for layout in LAYOUTS]
+    x = inputs(num, shape[1])
+    for name, result in zip(names, every_layout.products(names, x), strict=True):
+        assert_products(every_layout, name, x, result)
+
+
+@pytest.mark.parametrize("num", NUMS)
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_a_dense_matrix_has_any_number_of_columns(
+    every_layout: Case, num: int, shape: tuple[int, int]
+) -> None:
+    names = [named(layout, *shape) for layout in DENSE]
+    x = inputs(num, shape[1])
+    for name, result in zip(names, every_layout.products(names, x), strict=True):
+        assert_products(every_layout, name, x, result)
+
+
+@pytest.mark.parametrize("name", instruction_sets() if native.LIBRARY.is_file() else [])
+def test_every_instruction_set_meets_the_definition(every_layout: Case, name: str) -> None:
+    names = [named(layout, 50, 320) for layout in LAYOUTS]
+    x = inputs(9, 320)
+    with instructions(name):
+        results = every_layout.products(names, x)
+    for matrix, result in zip(names, results, strict=True):
+        assert_products(every_layout, matrix, x, result)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *ODD_SHAPES], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_every_bit_is_the_same_alone_in_company_and_on_every_instruction_set(
+    every_layout: Case, shape: tuple[int, int]
+) -> None:
+    layouts = LAYOUTS if shape in SHAPES else DENSE
+    names = [named(layout, *shape) for layout in layouts]
+    x = inputs(40, shape[1])
+    expected = every_layout.products(names, x)
+    for isa in instruction_sets():
+        with instructions(isa):
+            for num in (40, 17, 9, 8, 7, 3, 2, 1):
+                results = every_layout.products(names, x[-num:])
+                for name, result, whole in zip(names, results, expected, strict=True):
+                    np.testing.assert_array_equal(
+                        result.view(np.int32), whole[-num:].view(np.int32), f"{name} {isa} {num}"
+                    )
+
+
+def test_a_row_is_the_same_whatever_the_others_hold(every_layout: Case) -> None:
+    names = [named(layout, 17, 96) for layout in LAYOUTS]
+    x = inputs(8, 96)
+    expected = every_layout.products(names, x)
+    x[:3], x[4:] = np.nan, 3e38
+    for result, whole in zip(every_layout.products(names, x), expected, strict=True):
+        np.testing.assert_array_equal(result[3], whole[3])
+
+
+def test_zeros_give_zeros(every_layout: Case) -> None:
+    names = [named(layout, 50, 320) for layout in LAYOUTS]
+    for result in every_layout.products(names, np.zeros((3, 320), np.float32)):
+        assert not result.any()
+
+
+@pytest.mark.parametrize("size", [1e37, 1e30, 1e-30, 1e-34, 1e-36, 1e-38])
+def test_inputs_of_any_size_keep_their_precision(every_layout: Case, size: float) -> None:
+    names = [named(layout, 17, 96) for layout in LAYOUTS]
+    x = np.clip(inputs(3, 96), -3, 3) * np.float32(size)
+    x[1, 32:64] = 0
+    x[2, 5] = 1e-3
+    for name, result in zip(names, every_layout.products(names, x), strict=True):
+        if size > 1e-35:
+            assert_products(every_layout, name, x, result)
+            continue
+        # Near the end of float32's range a group may count as zero.
+        wide = x.astype(np.float64)
+        weights = every_layout.packed.values[name].astype(np.float64)
+        np.testing.assert_allclose(result[:2], wide[:2] @ weights.T, rtol=0, atol=1e-34)
+        assert np.isfinite(result).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_input_that_is_not_finite_shows_in_its_row_alone(
+    every_layout: Case, value: float
+) -> None:
+    names = [named(layout, 17, 96) for layout in LAYOUTS]
+    x = inputs(9, 96)
+    x[4, 33] = value
+    for name, result in zip(names, every_layout.products(names, x), strict=True):
+        assert not np.isfinite(result[4]).any(), name
+        assert np.isfinite(np.delete(result, 4, 0)).all(), name
+
+
+@pytest.mark.parametrize("layout", [q for q in QUANTISED if not q.has_offset], ids=label)
+def test_denormal_scales_neither_vanish_nor_grow(layout: Layout) -> None:
+    planes = random_planes(np.random.default_rng(0), layout, 20, 64)
+    # f16 denormals are plain numbers in f32; those of f32 may count as zero.
+    smallest = np.float32(6e-8) if layout.scale_dtype == "f16" else np.float32(1e-41)
+    scales = np.full_like(planes.scales, smallest)
+    case = Case(pack({"w": (layout, Planes(planes.codes, scales))}))
+    x = inputs(3, 64)
+    result = case.product("w", x)
+    if layout.scale_dtype == "f16":
+        assert_products(case, "w", x, result)
+    else:
+        wide = decoded_activations(x) @ case.packed.values["w"].astype(np.float64).T
+        np.testing.assert_allclose(result, wide, rtol=0, atol=1e-37)
+
+
+@pytest.mark.parametrize("code", [0, 1, 127, 128, 255])
+@pytest.mark.parametrize("layout", [q for q in QUANTISED if q.scale_dtype == "f32"], ids=label)
+def test_sums_of_the_largest_codes_do_not_saturate(layout: Layout, code: int) -> None:
+    planes = random_planes(np.random.default_rng(0), layout, 18, 512)
+    planes = planes._replace(codes=np.full_like(planes.codes, code))
+    case = Case(pack({"w": (layout, planes)}))
+    signs = np.sign(inputs(5, 512))
+    signs[0], signs[1] = 1, -1
+    signs[2, 0::2], signs[2, 1::2] = 1, -1
+    x = signs.astype(np.float32) * 3
+    for isa in instruction_sets():
+        with instructions(isa):
+            assert_products(case, "w", x, case.product("w", x))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_values_at_ties_round_to_even(data: st.DataObject) -> None:
+    """The identity matrix in 8 bits shows the codes themselves."""
+    halves = data.draw(st.lists(st.integers(-253, 253), min_size=31, max_size=31))
+    x = np.array([[127, *(half / 2 for half in halves)]], np.float32)
+    layout = Layout("q8", group=32, scale_dtype="f32", is_tiled=True)
+    identity = Planes(np.eye(32, dtype=np.uint8)[:, None], np.ones((32, 1), np.float32))
+    result = Case(pack({"w": (layout, identity)})).product("w", x)
+    np.testing.assert_array_equal(result[0], np.rint(x[0]))
+
+
+@settings(max_examples=40)
+@given(
+    num=st.integers(1, 20),
+    rows=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    groups=st.integers(1, 6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_matrices_share_a_call(num: int, rows: list[int], groups: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layouts = [LAYOUTS[i] for i in rng.integers(0, len(LAYOUTS), len(rows))]
+    pairs = zip(layouts, rows, strict=True)
+    shapes = {f"{i}": (layout, count, 32 * groups) for i, (layout, count) in enumerate(pairs)}
+    case = make(shapes, seed)
+    x = inputs(num, 32 * groups, seed)
+    for name, result in zip(shapes, case.products(list(shapes), x), strict=True):
+        assert_products(case, name, x, result)
+
+
+def test_layouts_are_chosen_at_run_time_inside_a_scan() -> None:
+    layouts = [QUANTISED[0], DENSE[1], QUANTISED[-1], QUANTISED[5]]
+    case = make(
+        {f"{kind}{i}": (layout, 40, 64) for kind in "ab" for i, layout in enumerate(layouts)}
+        | {f"b{i}": (layout, 24, 64) for i, layout in enumerate(reversed(layouts))}
+    )
+    first, second = case.stack("a0", "a1", "a2", "a3"), case.stack("b0", "b1", "b2", "b3")
+    assert len(first.layouts) == 4
+    x, ids = inputs(3, 64), jnp.array([39, 0], jnp.int32)
+
+    @jitted
+    def all_of(
+        arena: jax.Array, stacks: tuple[MatrixStack, MatrixStack], x: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def layer(
+            carry: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+            pair: tuple[MatrixStack, MatrixStack],
+        ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+            i, a, b, rows = carry
+            one, other = qmatmul.qmatmuls(arena, pair, x)
+            return i + 1, a.at[i].set(one), b.at[i].set(other), rows.at[i].set(
+                gather_rows(arena, pair[0], ids)
+            )
+
+        start = (
+            jnp.int32(0),
+            jnp.zeros((4, 3, 40)),
+            jnp.zeros((4, 3, 24)),
+            jnp.zeros((4, 2, 64)),
+        )
+        return flow.scan(layer, start, stacks)[1:]
+
+    one, other, rows = all_of(case.arena, (first, second), jnp.asarray(x))
+    for i in range(4):
+        assert_products(case, f"a{i}", x, np.asarray(one[i]))
+        assert_products(case, f"b{i}", x, np.asarray(other[i]))
+        np.testing.assert_array_equal(rows[i], case.packed.values[f"a{i}"][[39, 0]])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=label)
+def test_gathered_rows_are_the_decoded_rows_exactly(every_layout: Case, layout: Layout) -> None:
+    shapes = SHAPES if layout.kind != "dense" else [*SHAPES, *ODD_SHAPES]
+    for shape in shapes:
+        name = named(layout, *shape)
+        values = every_layout.packed.values[name]
+        ids = np.array([0, len(values) - 1, len(values) // 2, 0], np.int32)
+        rows = gather(every_layout.arena, every_layout.one(name), jnp.asarray(ids))
+        np.testing.assert_array_equal(rows, values[ids])
+
+
+def entry(case: Case, name: str) -> list[int]:
+    matrix = case.packed.matrices[name]
+    return [0, matrix.codes_block, matrix.scales_block or 0, matrix.offsets_block or 0]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, 1, "layout that does not exist"),
+        (0, -1, "layout that does not exist"),
+        (1, 10**6, "not inside the arena"),
+        (1, -1, "not inside the arena"),
+        (2, 10**6, "not inside the arena"),
+        (3, 2**31 - 1, "not inside the arena"),
+    ],
+)
+def test_an_entry_that_names_no_matrix_is_refused(column: int, value: int, message: str) -> None:
+    layout = QUANTISED[1]
+    case = make({"w": (layout, 20, 64)})
+    bad = entry(case, "w")
+    bad[column] = value
+    x, table = jnp.asarray(inputs(2, 64)), jnp.array([bad], jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        native.qmatmul(case.arena, table, x, [20], [layout]).block_until_ready()
+    ids = jnp.array([0], jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        native.gather_rows(case.arena, table[0], ids, 64, [layout]).block_until_ready()
+
+
+@pytest.mark.parametrize("row", [-1, -(2**31), 64, 2**31 - 1])
+def test_a_row_outside_the_arena_is_refused(row: int) -> None:
+    layout = QUANTISED[1]
+    case = make({"w": (layout, 20, 64)})
+    ids, place = jnp.array([0, row], jnp.int32), jnp.array(entry(case, "w"), jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"row is negative|not inside the arena"):
+        native.gather_rows(case.arena, place, ids, 64, [layout]).block_until_ready()
+
+
+def test_columns_that_fill_no_group_of_activations_are_refused() -> None:
+    layout = replace(QUANTISED[0], group=16)
+    case = make({"w": (layout, 16, 48)})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="does not fit its layout"):
+        case.product("w", inputs(2, 48))
+
+
+def test_no_rows_at_all_are_no_work(every_layout: Case) -> None:
+    name = named(QUANTISED[0], 17, 96)
+    assert every_layout.product(name, inputs(0, 96)).shape == (0, 17)
