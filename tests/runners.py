@@ -25,12 +25,13 @@ def open_runner(
     num_pages: int = 80,
     page_tokens: int = 16,
     kv_dtype: str = "f32",
+    is_native: bool = False,
 ) -> JaxRunner:
     """Loads a file into a runner that is not warm: compiling takes about 2 s per program."""
     config = RunnerConfig(max_rows, max_chunk, context_tokens, num_pages, page_tokens, kv_dtype)
     with GgufFile.open(path) as file:
         spec = read_spec(file)
-        return JaxRunner(spec, load_weights(spec, file), config)
+        return JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
 
 
 @dataclass

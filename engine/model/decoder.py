@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.kernels import flow
+from engine.kernels import flow, native
 from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul, qmatmuls
 from engine.model.attention import KvPool, Rows, attend_step
 from engine.model.place import Place
@@ -66,6 +66,8 @@ class _Context:
 
         Source: Zhang and Sennrich 2019.
         """
+        if self.weights.is_native:
+            return native.norm(x, weight, self.spec.norm_eps)
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         return x * lax.rsqrt(mean_square + self.spec.norm_eps) * weight
 

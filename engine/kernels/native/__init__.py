@@ -21,7 +21,13 @@ from engine.gguf.layouts import Layout
 
 LIBRARY = Path(__file__).parent / "libkvarts_kernels.so"
 
-_TARGETS = ("kvarts_qmatmul", "kvarts_gather", "kvarts_attend_f16", "kvarts_attend_f32")
+_TARGETS = (
+    "kvarts_qmatmul",
+    "kvarts_gather",
+    "kvarts_norm",
+    "kvarts_attend_f16",
+    "kvarts_attend_f32",
+)
 # Numbers of kernels.h.
 _KINDS = {"dense": 0, "q8": 1, "q4": 2}
 _NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
@@ -69,6 +75,15 @@ def gather_rows(
     result = jax.ShapeDtypeStruct((row_ids.shape[0], cols), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_gather", result)
     return call(arena, entry, row_ids, layouts=_described(layouts))
+
+
+def norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """Returns the root-mean-square norm of f32 [..., n] over its last axis; `weight` is f32 [n].
+
+    XLA's own sum over a row takes another order when the number of rows changes.
+    """
+    call = jax.ffi.ffi_call("kvarts_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, weight, epsilon=np.float32(epsilon))
 
 
 def attend(

@@ -170,6 +170,20 @@ ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> ta
   return out_of_memory();
 }
 
+ffi::Error NormRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::BufferR1<ffi::F32> weight,
+                    ffi::ResultBuffer<ffi::F32> y, float epsilon) try {
+  const int64_t cols = weight.element_count(), count = x.element_count();
+  if (cols < 1 || x.dimensions().back() != cols || (int64_t)y->element_count() != count) return invalid("norm: shapes differ");
+  const Norm norm{cols, epsilon, x.typed_data(), weight.typed_data(), y->typed_data()};
+  const Kernels& kernels = chosen();
+  const int64_t rows = count / cols;
+  const int64_t grain = count < kWorthSharing ? rows : rows / (4 * std::max<int64_t>(1, pool.num_threads()));
+  parallel_for(pool, rows, grain, [norm, &kernels](int64_t f, int64_t e) noexcept { kernels.norm(norm, f, e); });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
 // Whether what positions [earliest, latest] of a row may see lies in pages of the pool.
 bool row_fits(const Attention& a, int64_t row, int64_t earliest, int64_t latest, int64_t num_units) {
   if (latest >= a.table_pages * a.page_tokens) return false;
@@ -288,6 +302,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_gather, kvarts::Gather,
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<ffi::Span<const int64_t>>("layouts"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_norm, kvarts::NormRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("epsilon"));
 
 #define KVARTS_ATTEND(NAME, HALF, TYPE)                                                                     \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                            \

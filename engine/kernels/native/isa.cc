@@ -1,5 +1,6 @@
 // One instruction set's kernels: compiled once per set, with that set's flags and KVARTS_ISA.
 #include "attention_kernels.h"
+#include "norm_kernels.h"
 #include "qmatmul_kernels.h"
 
 #define KVARTS_TEXT_(x) #x
@@ -8,6 +9,6 @@
 namespace kvarts {
 namespace KVARTS_ISA {
 extern const Kernels kernels;
-const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, store_tokens, attend_blocks};
+const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_blocks};
 }  // namespace KVARTS_ISA
 }  // namespace kvarts

@@ -33,6 +33,15 @@ struct Activations {
   int32_t* sums;         // [num, cols / 16], sums of codes of half groups
 };
 
+// Root-mean-square norm of rows: y = x / sqrt(mean(x * x) + epsilon) * weight.
+struct Norm {
+  int64_t cols;
+  float epsilon;
+  const float* x;       // [rows, cols]
+  const float* weight;  // [cols]
+  float* y;             // [rows, cols]
+};
+
 // None of these throws.
 struct Kernels {
   const char* name;
@@ -43,6 +52,8 @@ struct Kernels {
                   int64_t stride);
   // Row `row` as f32 [cols].
   void (*decode_row)(const Matrix&, int64_t row, float* to);
+  // Rows [first, end).
+  void (*norm)(const Norm&, int64_t first, int64_t end);
   // Keys and values of tokens [first, end) into the pool.
   void (*store_tokens)(const Attention&, int64_t first, int64_t end);
   // Units [first, end) of query_blocks x kv_heads; false if there is no memory for it.
