@@ -15,7 +15,7 @@ from engine.gguf.layouts import BLOCK_BYTES, Layout
 from engine.gguf.tiles import tile_planes
 from tests.unit.engine.gguf.planes import FloatArray, decode_rows
 
-QUANTISED = [
+QUANTISED: list[Layout] = [
     Layout(kind, group=group, scale_dtype=scale, has_offset=has_offset, is_tiled=True)
     for kind, group, scale, has_offset in itertools.product(
         ("q4", "q8"), (16, 32), ("f16", "f32"), (False, True)
@@ -94,4 +94,3 @@ def random_matrices(seed: int, shapes: Mapping[str, tuple[Layout, int, int]]) ->
     """Random matrices by name."""
     rng = np.random.default_rng(seed)
     return pack({n: (layout, random_planes(rng, layout, *s)) for n, (layout, *s) in shapes.items()})
-

@@ -36,6 +36,8 @@ from tests.unit.engine.kernels.matrices import (
 
 pytestmark = requires_native
 
+# jax has two types for what a kernel refuses: the second from a program's second call on.
+REFUSALS = (RuntimeError, ValueError)
 # Relative to the sum of all terms' magnitudes.
 TOLERANCE = 1e-5
 # XLA runs with denormals flushed to zero.
@@ -124,11 +126,6 @@ def assert_products(case: Case, name: str, x: Float32, result: Float32) -> None:
     assert (error <= TOLERANCE * magnitude + FLOOR).all(), f"{name}: {worst:.1e}"
 
 
-def test_a_library_that_is_there_is_used() -> None:
-    """Without this, one that does not load would skip every other test."""
-    assert native.isa() in instruction_sets()
-
-
 @pytest.mark.parametrize("num", NUMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_products_are_those_of_the_decoded_matrix_and_activations(
@@ -151,7 +148,7 @@ def test_a_dense_matrix_has_any_number_of_columns(
         assert_products(every_layout, name, x, result)
 
 
-@pytest.mark.parametrize("name", instruction_sets() if native.LIBRARY.is_file() else [])
+@pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_meets_the_definition(every_layout: Case, name: str) -> None:
     names = [named(layout, 50, 320) for layout in LAYOUTS]
     x = inputs(9, 320)
@@ -161,7 +158,9 @@ def test_every_instruction_set_meets_the_definition(every_layout: Case, name: st
         assert_products(every_layout, matrix, x, result)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *ODD_SHAPES], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, *ODD_SHAPES], ids=lambda shape: f"{shape[0]}x{shape[1]}"
+)
 def test_every_bit_is_the_same_alone_in_company_and_on_every_instruction_set(
     every_layout: Case, shape: tuple[int, int]
 ) -> None:
@@ -194,21 +193,27 @@ def test_zeros_give_zeros(every_layout: Case) -> None:
         assert not result.any()
 
 
-@pytest.mark.parametrize("size", [1e37, 1e30, 1e-30, 1e-34, 1e-36, 1e-38])
+@pytest.mark.parametrize("size", [1e37, 1e30, 1e-10, 1e-25])
 def test_inputs_of_any_size_keep_their_precision(every_layout: Case, size: float) -> None:
     names = [named(layout, 17, 96) for layout in LAYOUTS]
     x = np.clip(inputs(3, 96), -3, 3) * np.float32(size)
     x[1, 32:64] = 0
     x[2, 5] = 1e-3
     for name, result in zip(names, every_layout.products(names, x), strict=True):
-        if size > 1e-35:
-            assert_products(every_layout, name, x, result)
-            continue
-        # Near the end of float32's range a group may count as zero.
-        wide = x.astype(np.float64)
+        assert_products(every_layout, name, x, result)
+
+
+@pytest.mark.parametrize("size", [1e-34, 1e-36, 1e-38, 1e-40, 1e-44])
+def test_inputs_that_float32_hardly_holds_are_as_good_as_zero(
+    every_layout: Case, size: float
+) -> None:
+    names = [named(layout, 17, 96) for layout in LAYOUTS]
+    x = inputs(3, 96) * np.float32(size)
+    x[1, :] = np.float32(size)
+    for name, result in zip(names, every_layout.products(names, x), strict=True):
         weights = every_layout.packed.values[name].astype(np.float64)
-        np.testing.assert_allclose(result[:2], wide[:2] @ weights.T, rtol=0, atol=1e-34)
-        assert np.isfinite(result).all()
+        # The product of two scales may be denormal, which is zero, times a sum of up to 10**6.
+        np.testing.assert_allclose(result, x.astype(np.float64) @ weights.T, rtol=0, atol=1e-31)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -275,7 +280,7 @@ def test_values_at_ties_round_to_even(data: st.DataObject) -> None:
 )
 def test_any_matrices_share_a_call(num: int, rows: list[int], groups: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    layouts = [LAYOUTS[i] for i in rng.integers(0, len(LAYOUTS), len(rows))]
+    layouts = [LAYOUTS[int(rng.integers(len(LAYOUTS)))] for _ in rows]
     pairs = zip(layouts, rows, strict=True)
     shapes = {f"{i}": (layout, count, 32 * groups) for i, (layout, count) in enumerate(pairs)}
     case = make(shapes, seed)
@@ -304,8 +309,11 @@ def test_layouts_are_chosen_at_run_time_inside_a_scan() -> None:
         ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             i, a, b, rows = carry
             one, other = qmatmul.qmatmuls(arena, pair, x)
-            return i + 1, a.at[i].set(one), b.at[i].set(other), rows.at[i].set(
-                gather_rows(arena, pair[0], ids)
+            return (
+                i + 1,
+                a.at[i].set(one),
+                b.at[i].set(other),
+                rows.at[i].set(gather_rows(arena, pair[0], ids)),
             )
 
         start = (
@@ -356,10 +364,10 @@ def test_an_entry_that_names_no_matrix_is_refused(column: int, value: int, messa
     bad = entry(case, "w")
     bad[column] = value
     x, table = jnp.asarray(inputs(2, 64)), jnp.array([bad], jnp.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with pytest.raises(REFUSALS, match=message):
         native.qmatmul(case.arena, table, x, [20], [layout]).block_until_ready()
     ids = jnp.array([0], jnp.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with pytest.raises(REFUSALS, match=message):
         native.gather_rows(case.arena, table[0], ids, 64, [layout]).block_until_ready()
 
 
@@ -368,14 +376,14 @@ def test_a_row_outside_the_arena_is_refused(row: int) -> None:
     layout = QUANTISED[1]
     case = make({"w": (layout, 20, 64)})
     ids, place = jnp.array([0, row], jnp.int32), jnp.array(entry(case, "w"), jnp.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"row is negative|not inside the arena"):
+    with pytest.raises(REFUSALS, match=r"row is negative|not inside the arena"):
         native.gather_rows(case.arena, place, ids, 64, [layout]).block_until_ready()
 
 
 def test_columns_that_fill_no_group_of_activations_are_refused() -> None:
     layout = replace(QUANTISED[0], group=16)
     case = make({"w": (layout, 16, 48)})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="does not fit its layout"):
+    with pytest.raises(REFUSALS, match="does not fit its layout"):
         case.product("w", inputs(2, 48))
 
 
