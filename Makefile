@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 CODE := engine service gateway tests
 PROTOS := $(wildcard proto/kvarts/v1/*.proto)
 
-.PHONY: setup serve test check lint type format proto accept e2e bench nightly device breaking clean
+.PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize breaking clean
 
 setup: $(READY)
 	$(PY) -m service.fetch
@@ -66,6 +66,10 @@ nightly: setup
 # 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.
 device: setup
 	$(PY) -m pytest -m device $(ARGS) || test $$? -eq 5
+
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: setup
+	$(PY) -m tests.sanitize $(ARGS)
 
 breaking: $(READY)
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { echo "no tag yet: nothing to compare with"; exit 0; }; \

@@ -1,10 +1,31 @@
-"""Hypothesis profiles: what `make test` runs, and the longer search of `make nightly`."""
+"""Hypothesis profiles: what `make test` runs, and the longer search of `make nightly`.
+
+Also the option by which `make sanitize` puts another library in the place of the native kernels.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # No deadline: how long an example takes says more about the machine than about the code.
 settings.register_profile("default", deadline=None)
 settings.register_profile("nightly", deadline=None, max_examples=2000)
 settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--native-library", type=Path, help="native kernels to use, a shared library")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    library: Path | None = config.getoption("native_library")
+    if library is None:
+        return
+    if not library.is_file():
+        raise pytest.UsageError(f"--native-library: {library} is not a file")
+    from engine.kernels import native  # imports jax: only where it is asked for
+
+    native.LIBRARY = library
