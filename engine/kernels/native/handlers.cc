@@ -177,7 +177,8 @@ ffi::Error NormRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::BufferR1
   const Norm norm{cols, epsilon, x.typed_data(), weight.typed_data(), y->typed_data()};
   const Kernels& kernels = chosen();
   const int64_t rows = count / cols;
-  const int64_t grain = count < kWorthSharing ? rows : rows / (4 * std::max<int64_t>(1, pool.num_threads()));
+  const bool is_small = count < 8 * kWorthSharing;  // a value takes a handful of operations
+  const int64_t grain = is_small ? rows : rows / (4 * std::max<int64_t>(1, pool.num_threads()));
   parallel_for(pool, rows, grain, [norm, &kernels](int64_t f, int64_t e) noexcept { kernels.norm(norm, f, e); });
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {

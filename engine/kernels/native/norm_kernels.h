@@ -29,11 +29,13 @@ inline float sum_of_squares(const float* x, int64_t count) {
 }
 
 inline void norm(const Norm& a, int64_t first, int64_t end) {
+  const int64_t cols = a.cols;
+  const float* __restrict weight = a.weight;
   for (int64_t row = first; row < end; ++row) {
-    const float* x = a.x + row * a.cols;
-    float* y = a.y + row * a.cols;
-    const float inverse = 1.0f / std::sqrt(sum_of_squares(x, a.cols) / (float)a.cols + a.epsilon);
-    for (int64_t i = 0; i < a.cols; ++i) y[i] = x[i] * inverse * a.weight[i];
+    const float* __restrict x = a.x + row * cols;
+    float* __restrict y = a.y + row * cols;
+    const float inverse = 1.0f / std::sqrt(sum_of_squares(x, cols) / (float)cols + a.epsilon);
+    for (int64_t i = 0; i < cols; ++i) y[i] = x[i] * inverse * weight[i];
   }
 }
 
