@@ -31,7 +31,7 @@ from tests.ggufs import (
     write_gguf,
     write_llama,
 )
-from tests.numerics.reference import ReferenceLlama
+from tests.numerics.reference import ReferenceDecoder
 
 MODEL = TinyLlama(num_layers=2, ggml_type=Type.Q8_0)
 CONFIG = EngineConfig(256, num_slots=1, chunk_tokens=16, kv_dtype="f32")
@@ -80,7 +80,7 @@ def test_a_file_answers_as_the_definition_does(tmp_path: Path, is_split: bool) -
     assert (prompt[0] == tokenizer.bos_token) == tokenizer.add_bos
     chunks = generate(loaded, inbox, prompt, 12)
     loaded.engine.stop()
-    expected = ReferenceLlama(whole).greedy(prompt, 12, tokenizer.eog_tokens)
+    expected = ReferenceDecoder(whole).greedy(prompt, 12, tokenizer.eog_tokens)
     assert [chunk.token_id for chunk in chunks] == expected
     stream = TextStream(())
     texts = [stream.push(tokenizer.piece(token_id)).text for token_id in expected]
