@@ -13,19 +13,27 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.head_spelling import SpellingTransport
 
 MAX_HEAD_BYTES = 64 << 10
+# Source: cpp-httplib, CPPHTTPLIB_HEADER_MAX_COUNT, which llama-server keeps.
+MAX_HEADERS = 100
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 400 to a head beyond `MAX_HEAD_BYTES`, and 408 to one beyond `head_timeout_s`.
+class HeadTooLarge(ValueError):
+    """Ends the parsing of a head that was refused."""
 
-    The time runs from the connection's start, or a later head's first byte, to the head's end. As
-    long may the rest of a body take that nobody reads any more, because its answer is out.
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Answers 400 to a head beyond `MAX_HEAD_BYTES` or `MAX_HEADERS`, 408 to a late one.
+
+    `head_timeout_s` runs from the connection's start, or a later head's first byte, to the head's
+    end. As long may the rest of a body take that nobody reads any more, as its answer is out.
     """
 
     head_timeout_s = 30.0
 
+    # Bytes that came since the last request, and what the parser made of this one's head.
     _head_bytes = 0
+    _parsed_bytes = 0
     _is_in_head = True
     _num_unanswered = 0
     _limit: asyncio.TimerHandle | None = None
@@ -47,14 +55,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # Counted before: a request that ends in this packet begins the count anew.
         self._head_bytes += len(data)
         super().data_received(data)
-        is_too_long = self._is_in_head and self._head_bytes > MAX_HEAD_BYTES
-        if is_too_long and not self.transport.is_closing():
-            self.send_400_response(f"The request's head has more than {MAX_HEAD_BYTES} bytes.")
+        if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_bytes()
 
     def on_message_begin(self) -> None:
         """A head has begun, perhaps in the packet that ended the request before."""
         self._begin_limit()
+        self._parsed_bytes = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Counts what a head may hold that ends in the packet in which it began."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Counts it."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self.send_400_response(f"The request has more than {MAX_HEADERS} headers.")
+            raise HeadTooLarge
 
     def on_headers_complete(self) -> None:
         """The head is whole; what follows is bounded by whoever reads it."""
@@ -78,6 +99,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_in_head:
             self._begin_limit()
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers once: the parser's complaint about a refused head comes after the refusal."""
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def _count(self, num_bytes: int) -> None:
+        self._parsed_bytes += num_bytes
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            self._refuse_bytes()
+            raise HeadTooLarge
+
+    def _refuse_bytes(self) -> None:
+        self.send_400_response(f"The request's head has more than {MAX_HEAD_BYTES} bytes.")
 
     def _begin_limit(self) -> None:
         if self._limit is None:

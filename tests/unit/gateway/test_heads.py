@@ -130,6 +130,31 @@ async def test_a_body_that_nobody_reads_has_no_more_time_than_a_head(dial: Dial)
     assert await peer.read_all() == b""
 
 
+@pytest.mark.parametrize(
+    ("head", "limit"),
+    [
+        (b"GET / HTTP/1.1\r\n" + b"h: x\r\n" * 101, b"100 headers"),
+        (b"GET / HTTP/1.1\r\na: " + b"b" * 65_536 + b"\r\n", b"65536 bytes"),
+        (b"GET /" + b"a" * 65_536 + b" HTTP/1.1\r\n", b"65536 bytes"),
+    ],
+    ids=["many", "long", "path"],
+)
+async def test_whole_heads_are_bounded_too(dial: Dial, head: bytes, limit: bytes):
+    peer = await dial()
+    peer.send(head + b"\r\n")
+    answer = await peer.read_all()
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert answer.endswith(b" has more than " + limit + b".")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_a_hundred_headers_are_taken(dial: Dial):
+    peer = await dial()
+    head = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"h: x\r\n" * 99
+    peer.send(head + b"\r\n")
+    assert (await peer.read_all()).startswith(b"HTTP/1.1 200 ")
+
+
 def names(head: bytes) -> set[str]:
     lines = head.split(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
     return {line.split(":")[0] for line in lines}
