@@ -31,9 +31,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     head_timeout_s = 30.0
 
-    # Bytes that came since the last request, and what the parser made of this one's head.
-    _head_bytes = 0
+    # What the parser made of this request's line and headers, trailers too; and what has come since
+    # it last made something of it, all of which it may be keeping.
     _parsed_bytes = 0
+    _quiet_bytes = 0
     _is_in_head = True
     _num_unanswered = 0
     _limit: asyncio.TimerHandle | None = None
@@ -49,19 +50,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, then looks at how much of an unfinished head it holds."""
+        """Feeds the parser, then looks at how much it holds that is neither whole nor body."""
         if self._is_in_head:
             self._begin_limit()
-        # Counted before: a request that ends in this packet begins the count anew.
-        self._head_bytes += len(data)
+        # Counted before: what becomes whole in this packet begins the count anew.
+        self._quiet_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if self._quiet_bytes > MAX_HEAD_BYTES:
             self._refuse_bytes()
 
     def on_message_begin(self) -> None:
         """A head has begun, perhaps in the packet that ended the request before."""
         self._begin_limit()
-        self._parsed_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -70,7 +70,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts it."""
+        """Counts it; one behind a body's chunks counts too."""
+        self._quiet_bytes = 0
         self._count(len(name) + len(value))
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
@@ -80,16 +81,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole; what follows is bounded by whoever reads it."""
         self._is_in_head = False
+        self._quiet_bytes = 0
         self._num_unanswered += 1
         self._end_limit()
         super().on_headers_complete()
         # The answer's task has been made but has not run.
         self.cycle.transport = SpellingTransport(self.transport)
 
+    def on_body(self, body: bytes) -> None:
+        """Whoever reads the body bounds it."""
+        self._quiet_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Another head may follow on the same connection."""
         self._is_in_head = True
-        self._head_bytes = 0
+        self._parsed_bytes = 0
+        self._quiet_bytes = 0
         self._end_limit()
         super().on_message_complete()
 
@@ -101,9 +109,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers once: the parser's complaint about a refused head comes after the refusal."""
-        if not self.transport.is_closing():
-            super().send_400_response(msg)
+        """Answers once, and never into the middle of another answer."""
+        if self.transport.is_closing():
+            # The parser complains once more of what was refused.
+            return
+        if self._num_unanswered > 1 or (self._num_unanswered and self.cycle.response_started):
+            self.transport.close()
+            return
+        super().send_400_response(msg)
 
     def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
@@ -131,6 +144,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # What comes early, if only an empty line, must not end the answer that is under way.
             self._begin_limit()
             return
-        if self._is_in_head and self._head_bytes:
+        if self._is_in_head and self._parsed_bytes + self._quiet_bytes:
             self.transport.write(_TOO_LATE)
         self.transport.close()
