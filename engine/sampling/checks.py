@@ -17,7 +17,8 @@ _INT32_MAX = 2**31 - 1
 MAX_BREAKERS = 256
 # Each byte may begin a rest that a step has to tokenize.
 MAX_BREAKER_BYTES_IN_ALL = 512
-MAX_ADAPTIVE_DECAY = 0.99
+# 0.99 in float32, as a message brings it.
+MAX_ADAPTIVE_DECAY = 0.9900000095367432
 
 _FLOATS = (
     "temperature",
