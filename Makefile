@@ -51,7 +51,9 @@ format: $(READY)
 proto: $(READY)
 	$(PY) -m pip install --quiet --no-deps --editable .
 
+# The simulation at its full size, then every recorded answer.
 accept: setup
+	SIM_SEEDS=1000 $(PY) -m pytest tests/unit/engine/test_simulation.py
 	$(PY) -m tests.accept $(SHARED)
 
 e2e: setup

@@ -25,6 +25,8 @@ MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
 # The largest finite float32: samplers compute in float32, where a greater number is an infinity.
 MAX_FLOAT32 = 3.4028234663852886e38
+# 0.99 in float32, as a message brings it.
+MAX_DECAY = 0.9900000095367432
 # A wire id has at most 36 characters; several samples of one request add a suffix.
 MAX_ID_CHARS = 64
 
@@ -104,7 +106,7 @@ def _check_sampling(sampling: SamplingParams) -> None:
     _check_float("sampling.mirostat_tau", sampling.mirostat_tau)
     _check_float("sampling.mirostat_eta", sampling.mirostat_eta)
     _check_float("sampling.adaptive_target", sampling.adaptive_target, high=1.0)
-    _check_float("sampling.adaptive_decay", sampling.adaptive_decay, low=0.0, high=0.99)
+    _check_float("sampling.adaptive_decay", sampling.adaptive_decay, low=0.0, high=MAX_DECAY)
     for token_id, bias in sampling.logit_bias:
         # Minus infinity forbids a token; every other bias is a number.
         if bias != -math.inf:

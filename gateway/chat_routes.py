@@ -12,6 +12,7 @@ from gateway.chat_body import ChatBody, ChatServer, read_chat_body, without_gene
 from gateway.completion import Backend, complete
 from gateway.exchange import Exchange
 from gateway.fields import lenient_flag
+from gateway.off_loop import off_loop
 from gateway.openai_chat import ChatDialect
 from gateway.options import GatewayOptions
 from gateway.service import answer
@@ -24,7 +25,10 @@ _CHAT_FORMAT = "peg-native"
 async def chat_completions(exchange: Exchange) -> Response | EventStream:
     """POST /v1/chat/completions."""
     body = await exchange.connection.json()
-    read = read_chat_body(body, chat_server(exchange.options))
+    read = await off_loop(
+        lambda: read_chat_body(body, chat_server(exchange.options)),
+        weight=exchange.connection.body_bytes,
+    )
     is_verbose = lenient_flag(read.fields.get("verbose"), exchange.options.is_verbose)
     fields, backend = await exchange.connection.while_connected(
         _prompted(exchange, read, is_verbose=is_verbose)

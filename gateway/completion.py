@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvarts.v1 import generation_pb2
@@ -23,6 +24,7 @@ from gateway.dialect import Dialect, Outcome, Step
 from gateway.end_facts import EndFacts
 from gateway.errors import ApiError, FieldError, invalid
 from gateway.facts import Facts
+from gateway.off_loop import off_loop
 from gateway.peer_json import Json
 from gateway.prompts import Prompt, check_vocabulary, read_prompts, tokenize_all
 from gateway.requests import Job, check_params, make_jobs, resolve
@@ -32,6 +34,9 @@ from gateway.service import Metadata, Service
 from gateway.sse import EventStream, frame
 
 T = TypeVar("T")
+
+# What a listed token comes to in an answer, roughly.
+_PROBABILITY_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,19 @@ class _Work:
     backend: Backend
     jobs: Sequence[Job]
     dialect: Dialect
+    params: CompletionParams
+    body_bytes: int
 
     def run(self) -> Run:
         """The calls that generate."""
         backend = self.backend
         return Run(backend.service, self.jobs, backend.metadata, backend.facts.info.num_slots)
+
+    @property
+    def weight(self) -> int:
+        """How much one answer may have to show: of the body, and of the vocabulary."""
+        vocab_size = self.backend.facts.model.vocab_size
+        return self.body_bytes + _PROBABILITY_BYTES * min(self.params.n_probs, vocab_size)
 
     async def end_facts(self) -> EndFacts:
         """The calls for what the answers' ends show."""
@@ -74,12 +87,13 @@ async def complete(
     Raises:
         ApiError: the body is refused, or the first thing that happens is an error.
     """
-    prompts, params = read_body(body, backend.facts)
-    jobs = await connection.while_connected(_prepare(backend, body, prompts, params))
-    work = _Work(backend, jobs, dialect)
+    size = connection.body_bytes
+    prompts, params = await off_loop(lambda: read_body(body, backend.facts), weight=size)
+    jobs = await connection.while_connected(_prepare(backend, body, prompts, params, size))
+    work = _Work(backend, jobs, dialect, params, size)
     if not params.stream:
         return await connection.while_connected(_whole(work))
-    frames = _frames(work, params)
+    frames = _frames(work)
     try:
         # The headers' turn: a frame without bytes, or an error that is not in-band yet.
         await connection.while_connected(anext(frames))
@@ -112,11 +126,12 @@ async def _prepare(
     body: Mapping[str, Any],
     prompts: Sequence[Prompt],
     params: CompletionParams,
+    body_bytes: int,
 ) -> list[Job]:
     service, facts, metadata = backend.service, backend.facts, backend.metadata
     resolved = await resolve(service, facts, params, metadata)
     tokens = await tokenize_all(service, prompts, metadata)
-    return make_jobs(facts, body, resolved, tokens)
+    return await off_loop(lambda: make_jobs(facts, body, resolved, tokens), weight=body_bytes)
 
 
 async def _whole(work: _Work) -> Response:
@@ -124,12 +139,17 @@ async def _whole(work: _Work) -> Response:
         # A refusal must not wait for the answers that it makes useless.
         facts = await asking
         samples = await run.collect()
-    return json_response(work.dialect.whole([_outcome(sample, facts) for sample in samples]))
+    num_chunks = sum(len(sample.chunks) for sample in samples)
+
+    def answer() -> Response:
+        return json_response(work.dialect.whole([_outcome(sample, facts) for sample in samples]))
+
+    return await off_loop(answer, weight=work.weight * max(1, num_chunks))
 
 
-async def _frames(work: _Work, params: CompletionParams) -> AsyncGenerator[bytes, None]:
+async def _frames(work: _Work) -> AsyncGenerator[bytes, None]:
     """Yields b"" once the headers may go, then the bytes of every event."""
-    dialect, facts = work.dialect, None
+    facts: EndFacts | None = None
     async with (
         _beside(work.end_facts()) as asking,
         work.run() as run,
@@ -140,18 +160,19 @@ async def _frames(work: _Work, params: CompletionParams) -> AsyncGenerator[bytes
                 is_first = facts is None
                 if facts is None:
                     facts = await asking
-                data = _events_of(dialect, sample, event, facts, is_first=is_first)
+                write = partial(_written, work.dialect, sample, event, facts, is_first=is_first)
+                data = await off_loop(write, weight=work.weight)
                 if is_first:
                     yield b""
                 if data:
-                    yield b"".join(frame(value) for value in data)
+                    yield data
         except ApiError as error:
             if facts is None:
                 raise
             yield frame({"error": error.body.to_json()})
             return
-    if dialect.terminator:
-        yield dialect.terminator
+    if work.dialect.terminator:
+        yield work.dialect.terminator
 
 
 @contextlib.asynccontextmanager
@@ -163,6 +184,13 @@ async def _beside(work: Coroutine[Any, Any, T]) -> AsyncGenerator[asyncio.Task[T
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _written(
+    dialect: Dialect, sample: Sample, event: Event, facts: EndFacts, *, is_first: bool
+) -> bytes:
+    data = _events_of(dialect, sample, event, facts, is_first=is_first)
+    return b"".join(frame(value) for value in data)
 
 
 def _events_of(

@@ -24,11 +24,15 @@ class ClientGone(Exception):
 
 
 class Connection:
-    """A request and its client. `stall_s` bounds every wait for the client itself."""
+    """A request and its client. `stall_s` bounds every wait for the client itself.
+
+    `body_bytes` is how long the body was, 0 until it is read.
+    """
 
     def __init__(self, request: Request, stall_s: float) -> None:
         self._request = request
         self.stall_s = stall_s
+        self.body_bytes = 0
 
     async def body(self) -> bytes:
         """Reads the whole body.
@@ -49,6 +53,7 @@ class Connection:
                 raise ClientGone
             part: bytes = message.get("body", b"")
             size += len(part)
+            self.body_bytes = size
             if size > MAX_BODY_BYTES:
                 raise ApiError(
                     ErrorKind.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes"

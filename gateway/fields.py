@@ -164,7 +164,7 @@ class Adapters:
     """LoRA weights: a list of `{id, scale}`; what is malformed inside an entry reads as absent."""
 
     def read(self, value: Any) -> tuple[tuple[int, float], ...]:
-        """Returns (id, scale) by rising id; the last entry of an id wins, entries without one go.
+        """Returns (id, scale) by rising id; the last entry of an id wins. No adapter has what is no id.
 
         Source: the peer's request form, where -1 stands for no id and 0 for no scale.
         """
@@ -176,7 +176,7 @@ class Adapters:
                 continue
             members = cast("Mapping[str, Any]", entry)
             adapter_id = lenient_integer(members.get("id"), -1)
-            if adapter_id >= 0:
+            if 0 <= adapter_id <= INT32_MAX:
                 scales[adapter_id] = _lenient_float32(members.get("scale"), 0.0)
         return tuple(sorted(scales.items()))
 

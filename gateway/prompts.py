@@ -14,6 +14,7 @@ from typing import Any, cast
 from kvarts.v1 import common_pb2, tokenization_pb2
 
 from gateway.errors import invalid, wrong_type
+from gateway.off_loop import off_loop
 from gateway.service import Metadata, Service, answer
 
 _SHAPES = (
@@ -21,6 +22,8 @@ _SHAPES = (
     "string, or a list of mixed strings & tokens."
 )
 _NO_MEDIA = "Multimodal data provided, but model does not support multimodal requests."
+# Each is a request of its own, and an answer.
+MAX_PROMPTS = 1024
 # Tokenise calls that one body keeps in flight.
 _MAX_CALLS = 8
 
@@ -41,7 +44,7 @@ def read_prompts(value: Any) -> list[Prompt]:
     """Reads the `prompt` of a body: one prompt, or a batch.
 
     Raises:
-        ApiError: the value has none of the shapes, or is an empty batch.
+        ApiError: the value has none of the shapes, or is an empty or too large batch.
     """
     if not isinstance(value, list):
         return [_read_prompt(value)]
@@ -50,6 +53,8 @@ def read_prompts(value: Any) -> list[Prompt]:
         return [_read_prompt(items)]
     if not items:
         raise invalid('"prompt" must not be empty')
+    if len(items) > MAX_PROMPTS:
+        raise invalid(f'"prompt" has {len(items)} prompts, the limit is {MAX_PROMPTS}')
     return [_read_prompt(item) for item in items]
 
 
@@ -113,7 +118,8 @@ async def tokenize(
     request = tokenize_request(prompt, add_special=add_special, parse_special=parse_special)
     request.omit_pieces = True
     reply = await answer(service.tokenization.Tokenize(request, metadata=metadata))
-    return tuple(token.id for token in reply.tokens)
+    tokens = reply.tokens
+    return await off_loop(lambda: tuple(token.id for token in tokens), weight=len(tokens))
 
 
 def tokenize_request(

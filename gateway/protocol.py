@@ -13,19 +13,28 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.head_spelling import SpellingTransport
 
 MAX_HEAD_BYTES = 64 << 10
+# Source: cpp-httplib, CPPHTTPLIB_HEADER_MAX_COUNT, which llama-server keeps.
+MAX_HEADERS = 100
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 400 to a head beyond `MAX_HEAD_BYTES`, and 408 to one beyond `head_timeout_s`.
+class HeadTooLarge(ValueError):
+    """Ends the parsing of a head that was refused."""
 
-    The time runs from the connection's start, or a later head's first byte, to the head's end. As
-    long may the rest of a body take that nobody reads any more, because its answer is out.
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Answers 400 to a head beyond `MAX_HEAD_BYTES` or `MAX_HEADERS`, 408 to a late one.
+
+    `head_timeout_s` runs from the connection's start, or a later head's first byte, to the head's
+    end. As long may the rest of a body take that nobody reads any more, as its answer is out.
     """
 
     head_timeout_s = 30.0
 
-    _head_bytes = 0
+    # What the parser made of this request's line and headers, trailers too; and what has come since
+    # it last made something of it, all of which it may be keeping.
+    _parsed_bytes = 0
+    _quiet_bytes = 0
     _is_in_head = True
     _num_unanswered = 0
     _limit: asyncio.TimerHandle | None = None
@@ -41,34 +50,54 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, then looks at how much of an unfinished head it holds."""
+        """Feeds the parser, then looks at how much it holds that is neither whole nor body."""
         if self._is_in_head:
             self._begin_limit()
-        # Counted before: a request that ends in this packet begins the count anew.
-        self._head_bytes += len(data)
+        # Counted before: what becomes whole in this packet begins the count anew.
+        self._quiet_bytes += len(data)
         super().data_received(data)
-        is_too_long = self._is_in_head and self._head_bytes > MAX_HEAD_BYTES
-        if is_too_long and not self.transport.is_closing():
-            self.send_400_response(f"The request's head has more than {MAX_HEAD_BYTES} bytes.")
+        if self._quiet_bytes > MAX_HEAD_BYTES:
+            self._refuse_bytes()
 
     def on_message_begin(self) -> None:
         """A head has begun, perhaps in the packet that ended the request before."""
         self._begin_limit()
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        """Counts what a head may hold that ends in the packet in which it began."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Counts it; one behind a body's chunks counts too."""
+        self._quiet_bytes = 0
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self.send_400_response(f"The request has more than {MAX_HEADERS} headers.")
+            raise HeadTooLarge
+
     def on_headers_complete(self) -> None:
         """The head is whole; what follows is bounded by whoever reads it."""
         self._is_in_head = False
+        self._quiet_bytes = 0
         self._num_unanswered += 1
         self._end_limit()
         super().on_headers_complete()
         # The answer's task has been made but has not run.
         self.cycle.transport = SpellingTransport(self.transport)
 
+    def on_body(self, body: bytes) -> None:
+        """Whoever reads the body bounds it."""
+        self._quiet_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Another head may follow on the same connection."""
         self._is_in_head = True
-        self._head_bytes = 0
+        self._parsed_bytes = 0
+        self._quiet_bytes = 0
         self._end_limit()
         super().on_message_complete()
 
@@ -78,6 +107,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_in_head:
             self._begin_limit()
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers once, and never into the middle of another answer."""
+        if self.transport.is_closing():
+            # The parser complains once more of what was refused.
+            return
+        if self._num_unanswered > 1 or (self._num_unanswered and self.cycle.response_started):
+            self.transport.close()
+            return
+        super().send_400_response(msg)
+
+    def _count(self, num_bytes: int) -> None:
+        self._parsed_bytes += num_bytes
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            self._refuse_bytes()
+            raise HeadTooLarge
+
+    def _refuse_bytes(self) -> None:
+        self.send_400_response(f"The request's head has more than {MAX_HEAD_BYTES} bytes.")
 
     def _begin_limit(self) -> None:
         if self._limit is None:
@@ -96,6 +144,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # What comes early, if only an empty line, must not end the answer that is under way.
             self._begin_limit()
             return
-        if self._is_in_head and self._head_bytes:
+        if self._is_in_head and self._parsed_bytes + self._quiet_bytes:
             self.transport.write(_TOO_LATE)
         self.transport.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -97,13 +97,15 @@ class Run:
         self._service = service
         self._metadata = metadata
         self._samples = [Sample(job) for job in jobs]
-        self._gate = asyncio.Semaphore(max(1, num_slots))
+        self._num_calls = max(1, num_slots)
         self._queue = asyncio.Queue[tuple[Sample, Event | ApiError]](_QUEUE_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Run:
-        """Starts every job."""
-        self._tasks = [asyncio.create_task(self._read(sample)) for sample in self._samples]
+        """Starts the first jobs; each that ends makes room for the next."""
+        waiting = iter(self._samples)
+        num_tasks = min(self._num_calls, len(self._samples))
+        self._tasks = [asyncio.create_task(self._read_all(waiting)) for _ in range(num_tasks)]
         return self
 
     async def __aexit__(
@@ -144,18 +146,21 @@ class Run:
             pass
         return self._samples
 
+    async def _read_all(self, waiting: Iterator[Sample]) -> None:
+        for sample in waiting:
+            await self._read(sample)
+
     async def _read(self, sample: Sample) -> None:
-        async with self._gate:
-            try:
-                await self._forward(sample)
-            except grpc.aio.AioRpcError as error:
-                await self._queue.put((sample, from_rpc(error)))
-            except asyncio.CancelledError:
-                # A call that the other side cancelled raises this too, and must not go unseen.
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                await self._queue.put((sample, server_fault("the service cancelled the call")))
+        try:
+            await self._forward(sample)
+        except grpc.aio.AioRpcError as error:
+            await self._queue.put((sample, from_rpc(error)))
+        except asyncio.CancelledError:
+            # A call that the other side cancelled raises this too, and must not go unseen.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            await self._queue.put((sample, server_fault("the service cancelled the call")))
 
     async def _forward(self, sample: Sample) -> None:
         call = self._service.generation.Generate(sample.job.request, metadata=self._metadata)

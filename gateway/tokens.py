@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from kvarts.v1 import tokenization_pb2
@@ -13,34 +14,26 @@ from gateway.connection import json_response
 from gateway.errors import server_fault, wrong_type
 from gateway.exchange import Exchange
 from gateway.fields import lenient_flag, members_of
+from gateway.off_loop import off_loop
 from gateway.peer_json import Json
-from gateway.prompts import read_mixed, tokenize_request
+from gateway.prompts import check_vocabulary, read_mixed, tokenize_request
 from gateway.service import answer
 
 
 async def tokenize(exchange: Exchange) -> Response:
     """POST /tokenize."""
-    body = members_of(await exchange.connection.json())
+    connection, backend = exchange.connection, exchange.backend
+    body = members_of(await connection.json())
     if "content" not in body:
         return json_response({"tokens": []})
-    try:
-        prompt = read_mixed(body["content"])
-    except ValueError as error:
-        raise server_fault(str(error)) from error
-    request = tokenize_request(
-        prompt,
-        add_special=lenient_flag(body.get("add_special"), False),
-        parse_special=lenient_flag(body.get("parse_special"), True),
-    )
-    has_pieces = lenient_flag(body.get("with_pieces"), False)
-    request.omit_pieces = not has_pieces
-    backend = exchange.backend
+    vocab_size = backend.facts.model.vocab_size
+    request = await off_loop(lambda: _request(body, vocab_size), weight=connection.body_bytes)
     call = backend.service.tokenization.Tokenize(request, metadata=backend.metadata)
-    reply = await exchange.connection.while_connected(answer(call))
-    if not has_pieces:
-        return json_response({"tokens": [token.id for token in reply.tokens]})
-    tokens: list[Json] = [{"id": t.id, "piece": _piece(t.piece)} for t in reply.tokens]
-    return json_response({"tokens": tokens})
+    reply = await connection.while_connected(answer(call))
+    return await off_loop(
+        lambda: _tokens_response(reply, has_pieces=not request.omit_pieces),
+        weight=len(reply.tokens),
+    )
 
 
 async def detokenize(exchange: Exchange) -> Response:
@@ -48,8 +41,11 @@ async def detokenize(exchange: Exchange) -> Response:
     body = members_of(await exchange.connection.json())
     if "tokens" not in body:
         return json_response({"content": ""})
-    backend = exchange.backend
-    tokens = _token_ids(body["tokens"], backend.facts.model.vocab_size)
+    backend, connection = exchange.backend, exchange.connection
+    tokens = await off_loop(
+        lambda: _token_ids(body["tokens"], backend.facts.model.vocab_size),
+        weight=connection.body_bytes,
+    )
     request = tokenization_pb2.DetokenizeRequest(token_ids=tokens, render_special=True)
     call = backend.service.tokenization.Detokenize(request, metadata=backend.metadata)
     reply = await exchange.connection.while_connected(answer(call))
@@ -72,8 +68,33 @@ async def count_chat_tokens(exchange: Exchange) -> Response:
 
 async def _rendered(exchange: Exchange) -> tokenization_pb2.ApplyChatTemplateResponse:
     body = await exchange.connection.json()
-    read: ChatBody = read_chat_body(body, chat_server(exchange.options))
+    read: ChatBody = await off_loop(
+        lambda: read_chat_body(body, chat_server(exchange.options)),
+        weight=exchange.connection.body_bytes,
+    )
     return await exchange.connection.while_connected(render(exchange.backend, read.chat))
+
+
+def _request(body: Mapping[str, Any], vocab_size: int) -> tokenization_pb2.TokenizeRequest:
+    try:
+        prompt = read_mixed(body["content"])
+    except ValueError as error:
+        raise server_fault(str(error)) from error
+    check_vocabulary([prompt], vocab_size)
+    request = tokenize_request(
+        prompt,
+        add_special=lenient_flag(body.get("add_special"), False),
+        parse_special=lenient_flag(body.get("parse_special"), True),
+    )
+    request.omit_pieces = not lenient_flag(body.get("with_pieces"), False)
+    return request
+
+
+def _tokens_response(reply: tokenization_pb2.TokenizeResponse, *, has_pieces: bool) -> Response:
+    if not has_pieces:
+        return json_response({"tokens": [token.id for token in reply.tokens]})
+    tokens: list[Json] = [{"id": t.id, "piece": _piece(t.piece)} for t in reply.tokens]
+    return json_response({"tokens": tokens})
 
 
 def _piece(piece: bytes) -> Json:

@@ -110,7 +110,11 @@ class ModelNames:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything that serving needs. `device` is the backend: "cpu", "gpu" or "metal"."""
+    """Everything that serving needs.
+
+    `has_jinja`: any Jinja template is rendered, not only built-in formats. `device` is the backend:
+    "cpu", "gpu" or "metal".
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -119,6 +123,7 @@ class LoadedModel:
     facts: ModelFacts
     defaults: GenerationDefaults
     is_unified: bool = True
+    has_jinja: bool = True
     device: str = "cpu"
 
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import jax
 
 from engine.loading import Loaded, LoadProgress, load_engine
-from engine.text.builtin_templates import BUILTIN_TEMPLATES, CHATML
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from engine.text.turn_template import TurnTemplate
 from engine.types import EventSink
 from service.defaults import with_hints
 from service.fetch.progress import ProgressLine
 from service.fetch.source import resolve_model
 from service.loaded import LoadedModel, ModelFacts, ModelNames
 from service.options import ServiceOptions
+from service.template import file_template, open_template
 
 _LOG = logging.getLogger("kvarts.service")
 
@@ -50,7 +51,7 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
         ModelFileError: The file is damaged.
         UnsupportedModel: This build does not run it.
         InvalidField: A size of the layout is out of range.
-        TemplateError: The chat template is none.
+        TemplateError: The model's chat template is none.
     """
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -82,9 +83,10 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         tokenizer=loaded.tokenizer,
         template=template,
         names=_names(options, path),
-        facts=_facts(loaded, template),
+        facts=_facts(loaded, template, _tool_use_template(options, loaded)),
         defaults=with_hints(options.defaults, loaded.hints, given=options.sampling_given),
         is_unified=options.engine.unified,
+        has_jinja=options.use_jinja,
         device=jax.default_backend(),
     )
 
@@ -101,25 +103,34 @@ def _names(options: ServiceOptions, path: Path) -> ModelNames:
     )
 
 
-def _template(options: ServiceOptions, loaded: Loaded) -> ChatTemplate:
+def _template(options: ServiceOptions, loaded: Loaded) -> ChatTemplate | TurnTemplate:
     """The flag's template (a source, or a built-in's name), else the file's, else ChatML."""
-    named = options.chat_template
-    source = BUILTIN_TEMPLATES.get(named, named) if named else loaded.vocab.chat_template
-    tokenizer = loaded.tokenizer
-    return ChatTemplate(
-        source or CHATML,
+    vocab, tokenizer = loaded.vocab, loaded.tokenizer
+    return open_template(
+        options.chat_template
+        or file_template(
+            vocab.chat_template, vocab.chat_templates, vocab.pre, loaded.spec.num_layers
+        ),
         _text(tokenizer, tokenizer.bos_token),
         _text(tokenizer, tokenizer.eos_token),
         adds_bos=tokenizer.add_bos,
         adds_eos=tokenizer.add_eos,
+        use_jinja=options.use_jinja,
     )
+
+
+def _tool_use_template(options: ServiceOptions, loaded: Loaded) -> str:
+    """The file's separate template for tools; the flag's template stands for both."""
+    return "" if options.chat_template else loaded.vocab.chat_templates.get("tool_use", "")
 
 
 def _text(tokenizer: Tokenizer, token_id: int | None) -> str:
     return "" if token_id is None else tokenizer.pieces[token_id].decode("utf-8", "replace")
 
 
-def _facts(loaded: Loaded, template: ChatTemplate) -> ModelFacts:
+def _facts(
+    loaded: Loaded, template: ChatTemplate | TurnTemplate, tool_use_template: str
+) -> ModelFacts:
     spec, facts, tokenizer = loaded.spec, loaded.facts, loaded.tokenizer
     ids: dict[str, int | None] = {name: getattr(tokenizer.special, name) for name in _SPECIAL}
     special = {
@@ -139,7 +150,7 @@ def _facts(loaded: Loaded, template: ChatTemplate) -> ModelFacts:
         ftype=facts.file_type,
         special_tokens=special,
         chat_template=template.source,
-        tool_use_template=loaded.vocab.chat_templates.get("tool_use", ""),
+        tool_use_template=tool_use_template,
         chat_capabilities={
             name.removeprefix("supports_"): holds for name, holds in asdict(template.caps).items()
         },

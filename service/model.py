@@ -120,7 +120,7 @@ def _info(model: LoadedModel, snapshot: Snapshot) -> model_pb2.ServerInfo:
             infill=model.facts.has_infill_tokens,
             unified_kv=model.is_unified,
             prefill_assistant=model.defaults.prefill_assistant,
-            jinja=model.template is not None,
+            jinja=model.has_jinja and model.template is not None,
         ),
         counters=convert.from_counters(snapshot.counters),
         gauges=model_pb2.Gauges(running_requests=snapshot.running, queued_requests=snapshot.queued),

@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from engine.errors import EngineError
 from engine.types import EngineConfig, Mirostat, SamplingParams
 from service.defaults import GenerationDefaults
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
+from service.template import try_template
 
 SERVICE_PORT = 50051
 _DEFAULT_SLOTS = 4
 _VERBOSE = 10
 _MAX_TEXT_BYTES = 1 << 20
+_MAX_SHOWN = 80
 
 _SAMPLING_FIELDS = (
     "seed",
@@ -102,7 +105,8 @@ class ServiceOptions:
         slot_save_path: existing folder for slot files; None keeps them off.
         device: `auto` or `cpu`.
         pre_override: pre-tokenizer instead of the file's.
-        chat_template: Jinja source instead of the file's.
+        chat_template: Jinja source, or a built-in format's name, instead of the file's template.
+        use_jinja: templates are run; else built-in formats only.
         log_format: `text` or `json`.
         log_level: `debug`, `info`, `warning`, `error` or `off`.
         log_file: also log there.
@@ -126,6 +130,7 @@ class ServiceOptions:
     device: str = "auto"
     pre_override: str | None = None
     chat_template: str | None = None
+    use_jinja: bool = True
     log_format: str = "text"
     log_level: str = "info"
     log_file: str | None = None
@@ -157,6 +162,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         device="auto" if parsed["device"] == "auto" else "cpu",
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),
+        use_jinja=parsed["use_jinja"],
         log_format=_log_format(parsed),
         log_level=_log_level(parsed),
         log_file=_log_file(parsed),
@@ -353,9 +359,20 @@ def _slot_save_path(parsed: Parsed) -> str | None:
 
 
 def _chat_template(parsed: Parsed) -> str | None:
+    flag, text = "--chat-template", parsed["chat_template"]
     if parsed["chat_template_file"]:
-        return _read_text(parsed["chat_template_file"], "--chat-template-file")
-    return parsed["chat_template"]
+        flag = "--chat-template-file"
+        text = _read_text(parsed["chat_template_file"], flag)
+    if text:
+        try:
+            try_template(text, use_jinja=parsed["use_jinja"])
+        except EngineError as error:
+            raise FlagError(f"{flag} {_shortened(text)!r}: {error}") from None
+    return text
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def _read_text(name: str, flag: str) -> str:

@@ -32,6 +32,7 @@ MAX_STOPS = 256
 MAX_STOP_BYTES = 4096
 MAX_BREAKERS = 256
 MAX_BREAKER_BYTES = 40
+MAX_BREAKER_BYTES_IN_ALL = 512
 MAX_SAMPLERS = 64
 MAX_ANNOTATION_BYTES = 4096
 MAX_PRESERVED_TOKENS = 65_536
@@ -222,6 +223,8 @@ def _check_samplers(faults: Faults, samplers: Sequence[int]) -> None:
 def _check_breakers(faults: Faults, breakers: Sequence[str]) -> None:
     field = "sampling.dry_sequence_breakers.values"
     faults.size(field, len(breakers), MAX_BREAKERS, "texts")
+    total = sum(len(breaker.encode()) for breaker in breakers)
+    faults.size(field, total, MAX_BREAKER_BYTES_IN_ALL, "bytes in all")
     for i, breaker in enumerate(breakers[:MAX_BREAKERS]):
         size = len(breaker.encode())
         if not 1 <= size <= MAX_BREAKER_BYTES:

@@ -317,12 +317,13 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, tuple[npt.NDArray[Any], Type]] | None = None,
     *,
+    architecture: str = "llama",
     alignment: int | None = None,
     version: int = 3,
     **writer_options: Any,
 ) -> Path:
     """Writes any file. Python ints become uint32 keys, floats float32; tensors hold raw blocks."""
-    writer = GGUFWriter(path, "llama", **writer_options)
+    writer = GGUFWriter(path, architecture, **writer_options)
     if alignment is not None:
         writer.add_custom_alignment(alignment)
     for key, value in (keys or {}).items():

@@ -27,25 +27,39 @@ def open_runner(
     kv_dtype: str = "f32",
     is_native: bool = False,
 ) -> JaxRunner:
-    """Loads a file into a runner that is not warm: compiling takes about 2 s per program."""
-    config = RunnerConfig(max_rows, max_chunk, context_tokens, num_pages, page_tokens, kv_dtype)
+    """Loads a file into a runner that is not warm: compiling takes about 2 s per program.
+
+    A model with windows has as many window pages as others.
+    """
     with GgufFile.open(path) as file:
         spec = read_spec(file)
+        num_window_pages = num_pages if spec.num_window_layers else 0
+        config = RunnerConfig(
+            max_rows, max_chunk, context_tokens, num_pages, page_tokens, kv_dtype, num_window_pages
+        )
         return JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
 
 
 @dataclass
 class Lane:
-    """A sequence on pages of its own, which cover as many tokens as it will hold."""
+    """A sequence on pages of its own, which cover as many tokens as it will hold.
+
+    Its window pages have the same ids in their own pool and are never freed.
+    """
 
     pages: Sequence[int]
     held: list[int] = field(default_factory=list[int])
+
+    def window_pages(self, start: int, end: int) -> Sequence[int]:
+        """The table of the swa pool for a step over tokens `start` to `end`."""
+        return self.pages
 
     def work(self, tokens: Iterable[int], *, wants_logits: bool = True) -> SequenceWork:
         """The next tokens of the sequence; they count as held from now on."""
         start, new = len(self.held), tuple(tokens)
         self.held += new
-        return SequenceWork(new, start, self.pages, wants_logits)
+        table = self.window_pages(start, len(self.held))
+        return SequenceWork(new, start, self.pages, wants_logits, table)
 
 
 def decode(runner: JaxRunner, *works: SequenceWork) -> list[RowLogits]:

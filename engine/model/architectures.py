@@ -10,7 +10,7 @@ Source of every default below: the `load_arch_hparams` of llama.cpp's model of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.errors import UnsupportedModel
 from engine.gguf.reader import GgufFile
@@ -28,15 +28,19 @@ from engine.model.spec import (
 )
 
 _MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS; a damaged count must not become a tuple
+_MAX_WINDOW = 2**30  # positions and ages are int32 on the device
 
 
 def read_spec(file: GgufFile) -> ModelSpec:
     """Reads what the model computes.
 
     Raises:
-        UnsupportedModel: The architecture, or a key that changes its maths, is not implemented.
+        UnsupportedModel: The file is no model, or its architecture or a key that changes its
+            maths is not implemented.
         ModelFileError: A key is missing or has the wrong type.
     """
+    if file.metadata.get_str("general.type", "model") == "adapter":
+        raise UnsupportedModel(file.name, "is an adapter, not a model; use --lora")
     name = file.metadata.get_str("general.architecture")
     build = _BUILDERS.get(name)
     if build is None:
@@ -50,14 +54,6 @@ def read_spec(file: GgufFile) -> ModelSpec:
     return spec
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """Which layers slide: all but every `pattern`-th, which come last in their group."""
-
-    tokens: int
-    pattern: int
-
-
 def _llama(keys: ArchitectureKeys) -> ModelSpec:
     """Llama 1 to 3, Mistral, SmolLM2 and their many tunes.
 
@@ -66,17 +62,27 @@ def _llama(keys: ArchitectureKeys) -> ModelSpec:
     """
     keys.ignore("attention.sliding_window")
     keys.require("expert_count", 0)
-    return _decoder(keys, _block(keys), RopePairing.NORM)
+    spec = _decoder(keys, _block(keys), RopePairing.NORM)
+    _refuse_partial_rope(keys, spec)
+    if keys.text("rope.scaling.type", "linear") == "longrope":
+        return _with_long_factors(keys, spec)
+    if not keys.has_tensor("rope_freqs.weight"):
+        return spec
+    return replace(spec, ropes=(replace(spec.ropes[0], factors="rope_freqs.weight"),))
 
 
 def _qwen2(keys: ArchitectureKeys) -> ModelSpec:
     """Qwen 1.5, 2 and 2.5: biases on queries, keys and values."""
-    return _decoder(keys, _block(keys), RopePairing.NEOX)
+    spec = _decoder(keys, _block(keys), RopePairing.NEOX)
+    _refuse_partial_rope(keys, spec)
+    return spec
 
 
 def _qwen3(keys: ArchitectureKeys) -> ModelSpec:
     """Dense Qwen 3: queries and keys are normalised per head."""
-    return _decoder(keys, _block(keys, qk_norm=QkNorm.HEAD), RopePairing.NEOX)
+    spec = _decoder(keys, _block(keys, qk_norm=QkNorm.HEAD), RopePairing.NEOX)
+    _refuse_partial_rope(keys, spec)
+    return spec
 
 
 def _olmo2(keys: ArchitectureKeys) -> ModelSpec:
@@ -86,13 +92,14 @@ def _olmo2(keys: ArchitectureKeys) -> ModelSpec:
     """
     block = replace(_block(keys, qk_norm=QkNorm.FULL), has_pre_norms=False, has_post_norms=True)
     spec = _decoder(keys, block, RopePairing.NEOX)
-    window = keys.uint("attention.sliding_window", 0, least=0)
+    _refuse_partial_rope(keys, spec)
+    window = _window(keys, 0)
     if not window:
         return spec
     # Read for its check alone: llama.cpp turns the window layers with the full layers' base.
     keys.ignore("rope.freq_base_swa")
     local = replace(spec.ropes[0], position_scale=1.0, magnitude=1.0)
-    return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 4)), local)
+    return _windowed(keys, spec, window, local, period=4)
 
 
 def _gemma2(keys: ArchitectureKeys) -> ModelSpec:
@@ -101,9 +108,8 @@ def _gemma2(keys: ArchitectureKeys) -> ModelSpec:
     cap = keys.real("attn_logit_softcapping", 50.0)
     block = replace(block, mixer=replace(block.mixer, soft_cap=cap))
     spec = _gemma(keys, block, logit_soft_cap=keys.real("final_logit_softcapping", 30.0))
-    window = keys.uint("attention.sliding_window", 4096)
     local = replace(spec.ropes[0], base=keys.positive("rope.freq_base_swa", spec.ropes[0].base))
-    return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 2)), local)
+    return _windowed(keys, spec, _window(keys, 4096, least=1), local, period=2)
 
 
 def _gemma3(keys: ArchitectureKeys) -> ModelSpec:
@@ -111,12 +117,12 @@ def _gemma3(keys: ArchitectureKeys) -> ModelSpec:
     block = _gemma_block(keys, is_widest=keys.uint("block_count") == 62)
     block = replace(block, mixer=replace(block.mixer, qk_norm=QkNorm.HEAD))
     spec = _gemma(keys, block, logit_soft_cap=keys.real("final_logit_softcapping", 0.0))
-    window = keys.uint("attention.sliding_window", 0, least=0)
+    window = _window(keys, 0)
     if not window:
         return spec
     base = keys.positive("rope.freq_base_swa", 10000.0)
     local = replace(spec.ropes[0], base=base, position_scale=1.0)
-    return _windowed(keys, spec, _Windows(window, _window_pattern(keys, 6)), local)
+    return _windowed(keys, spec, window, local, period=6)
 
 
 def _phi3(keys: ArchitectureKeys) -> ModelSpec:
@@ -125,9 +131,8 @@ def _phi3(keys: ArchitectureKeys) -> ModelSpec:
     `attention.sliding_window` is switched off in llama.cpp for this architecture.
     """
     keys.ignore("attention.sliding_window")
-    block = _block(keys)
-    block = replace(block, ffn=replace(block.ffn, is_fused=True))
-    return _decoder(keys, block, RopePairing.NEOX)
+    block = _block(keys, is_ffn_fused=True)
+    return _with_long_factors(keys, _decoder(keys, block, RopePairing.NEOX))
 
 
 def _gemma_block(keys: ArchitectureKeys, *, is_widest: bool) -> BlockSpec:
@@ -135,7 +140,10 @@ def _gemma_block(keys: ArchitectureKeys, *, is_widest: bool) -> BlockSpec:
     block = replace(_block(keys, activation=Activation.GELU), has_post_norms=True)
     if not is_widest:
         return block
-    share = keys.uint("embedding_length") // block.mixer.num_heads
+    width, num_heads = keys.uint("embedding_length"), block.mixer.num_heads
+    if num_heads > width:
+        raise keys.error("attention.head_count", num_heads, f"up to {width}, the model's width,")
+    share = width // num_heads
     return replace(block, mixer=replace(block.mixer, scale=share**-0.5))
 
 
@@ -144,24 +152,50 @@ def _gemma(keys: ArchitectureKeys, block: BlockSpec, *, logit_soft_cap: float) -
     return replace(spec, embedding_scale=spec.width**0.5, logit_soft_cap=logit_soft_cap)
 
 
-def _window_pattern(keys: ArchitectureKeys, default: int) -> int:
-    return keys.uint("attention.sliding_window_pattern", default)
+def _window(keys: ArchitectureKeys, default: int, *, least: int = 0) -> int:
+    return keys.uint("attention.sliding_window", default, least=least, most=_MAX_WINDOW)
 
 
 def _windowed(
-    keys: ArchitectureKeys, spec: ModelSpec, windows: _Windows, local: RopeSpec
+    keys: ArchitectureKeys, spec: ModelSpec, window: int, local: RopeSpec, *, period: int
 ) -> ModelSpec:
-    """Makes the pattern's layers slide, turning with `local`."""
+    """Makes layers slide, turning with `local`: those that the file flags, else by a period.
+
+    The last layer of each period sees everything; with a period of 0 all layers slide.
+
+    Source: llama.cpp's load_swa_pattern and set_swa_pattern.
+    """
     for key in ("attention.key_length_swa", "attention.value_length_swa"):
         keys.require(key, spec.layers[0].block.mixer.head_dim)
     keys.require("rope.dimension_count_swa", local.dims)
     ropes = spec.ropes if local == spec.ropes[0] else (spec.ropes[0], local)
-    slides = [i % windows.pattern < windows.pattern - 1 for i in range(spec.num_layers)]
+    slides = keys.flags("attention.sliding_window_pattern", spec.num_layers)
+    if slides is None:
+        period = keys.uint("attention.sliding_window_pattern", period, least=0)
+        slides = tuple(not period or (i + 1) % period > 0 for i in range(spec.num_layers))
     layers = tuple(
-        replace(layer, window=windows.tokens, rope_id=len(ropes) - 1) if slide else layer
+        replace(layer, window=window, rope_id=len(ropes) - 1) if slide else layer
         for layer, slide in zip(spec.layers, slides, strict=True)
     )
     return replace(spec, layers=layers, ropes=ropes)
+
+
+def _with_long_factors(keys: ArchitectureKeys, spec: ModelSpec) -> ModelSpec:
+    """Adds the frequency factors of a short and a long context, either of which may be missing."""
+    short, long = (
+        name if keys.has_tensor(name) else ""
+        for name in ("rope_factors_short.weight", "rope_factors_long.weight")
+    )
+    original = keys.uint("rope.scaling.original_context_length", spec.context_train)
+    rope = replace(spec.ropes[0], factors=short, long_factors=long, short_context=original)
+    return replace(spec, ropes=(rope,))
+
+
+def _refuse_partial_rope(keys: ArchitectureKeys, spec: ModelSpec) -> None:
+    """Refuses what llama.cpp's graph of the architecture refuses: heads turned in part."""
+    dims, head_dim = spec.ropes[0].dims, spec.layers[0].block.mixer.head_dim
+    if dims != head_dim:
+        raise keys.error("rope.dimension_count", dims, f"the head's {head_dim}")
 
 
 def _decoder(keys: ArchitectureKeys, block: BlockSpec, pairing: RopePairing) -> ModelSpec:
@@ -183,11 +217,14 @@ def _block(
     *,
     activation: Activation = Activation.SILU,
     qk_norm: QkNorm = QkNorm.NONE,
+    is_ffn_fused: bool = False,
 ) -> BlockSpec:
+    inputs = ("ffn_up",) if is_ffn_fused else ("ffn_gate", "ffn_up")
     ffn = DenseFfnSpec(
         hidden=keys.uint("feed_forward_length"),
         activation=activation,
-        biases=keys.biases("ffn_gate", "ffn_up", "ffn_down"),
+        biases=keys.biases(*inputs, "ffn_down"),
+        is_fused=is_ffn_fused,
     )
     return BlockSpec(_attention(keys, qk_norm), ffn)
 
@@ -200,14 +237,16 @@ def _attention(keys: ArchitectureKeys, qk_norm: QkNorm) -> AttentionSpec:
     keys.require("attention.clamp_kqv", 0.0)
     if num_heads % num_kv_heads:
         raise keys.error("attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads}")
+    is_fused = keys.has_tensor("blk.0.attn_qkv.weight")
+    inputs = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        biases=keys.biases("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
+        biases=keys.biases(*inputs, "attn_output"),
         qk_norm=qk_norm,
-        is_fused=keys.has_tensor("blk.0.attn_qkv.weight"),
+        is_fused=is_fused,
     )
 
 
@@ -224,19 +263,14 @@ def _rope(keys: ArchitectureKeys, pairing: RopePairing, head_dim: int) -> RopeSp
         raise keys.error("rope.dimension_count", dims, f"an even number up to {head_dim}")
     keys.ignore("rope.scaling.finetuned")
     keys.require("rope.scaling.alpha", 0.0)
-    factors = [n for n in ("rope_freqs", "rope_factors_short") if keys.has_tensor(f"{n}.weight")]
-    has_long = keys.has_tensor("rope_factors_long.weight")
+    # Only long factors know an original context: without them it means nothing.
+    keys.ignore("rope.scaling.original_context_length")
     return RopeSpec(
         pairing=pairing,
         dims=dims,
         base=keys.positive("rope.freq_base", 10000.0),
         position_scale=1.0 if scaling == "none" or not factor else 1.0 / factor,
         magnitude=keys.real("rope.scaling.attn_factor", 1.0),
-        factors=f"{factors[0]}.weight" if factors else "",
-        long_factors="rope_factors_long.weight" if has_long else "",
-        short_context=keys.uint(
-            "rope.scaling.original_context_length", keys.uint("context_length")
-        ),
     )
 
 

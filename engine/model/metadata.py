@@ -6,6 +6,7 @@ at the end, so that a forgotten key refuses the file instead of changing its ans
 
 from __future__ import annotations
 
+import numpy as np
 from gguf import constants
 
 from engine.errors import ModelFileError, UnsupportedModel
@@ -70,6 +71,22 @@ class ArchitectureKeys:
     def text(self, suffix: str, default: str | None = None) -> str:
         """A string. Raises ModelFileError like `uint`."""
         return self.file.metadata.get_str(self._key(suffix), default)
+
+    def flags(self, suffix: str, count: int) -> tuple[bool, ...] | None:
+        """One flag per layer where the file has an array; None where it has none or one value.
+
+        Raises:
+            ModelFileError: The array has another length, or holds neither integers nor bools.
+        """
+        key, metadata = self._key(suffix), self.file.metadata
+        value = metadata.get(key)
+        if not isinstance(value, np.ndarray):
+            return None
+        if value.dtype.kind not in "iub":
+            raise metadata.error(key, f"is an array of {value.dtype}, expected bools")
+        if len(value) != count:
+            raise metadata.error(key, f"has {len(value)} elements, expected {count}")
+        return tuple(bool(flag) for flag in value)
 
     def require(self, suffix: str, expected: float) -> None:
         """Accepts a number only if absent or as expected: anything else is not implemented.

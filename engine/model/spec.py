@@ -25,7 +25,7 @@ class RopeSpec:
 
     The angle of pair i at position p is `p * position_scale * base**(-2i/dims) / factors[i]`, and
     the rotated part is multiplied by `magnitude`. `factors` names a tensor of the file ("" for
-    none); past a context of `short_context` tokens `long_factors` takes its place.
+    none); past a context of `short_context` tokens (0: never) `long_factors` takes its place.
 
     Source: Su et al. 2021 (RoFormer); Ding et al. 2024 (LongRoPE); GGUF `rope.*` keys.
     """
@@ -160,7 +160,7 @@ class ModelSpec:
         """The model as it runs with this context: long rope factors past the short context."""
         ropes = tuple(
             replace(rope, factors=rope.long_factors)
-            if rope.long_factors and context_tokens > rope.short_context
+            if 0 < rope.short_context < context_tokens
             else rope
             for rope in self.ropes
         )

@@ -1,87 +1,91 @@
-"""DRY's sequence breakers: from texts to the token sequences that spell them.
+"""DRY's sequence breakers: which token sequences spell a given text.
 
 A breaker may begin inside one token and end inside another, so every token whose end could be the
-start of the text is a head, and the tokens of the rest are its tail.
+start of the text is a head, and the tokens of the rest are its tail. Tokens are looked at when a
+window holds them: a request pays for its own tokens, never for the size of the vocabulary.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from engine.errors import InvalidField
 
 MAX_BREAKER_BYTES = 40
-_MAX_TAIL_TOKENS = 20
+MAX_TAIL_TOKENS = 20
 
-# Head token -> tails, each a token sequence; the empty tail means that the head is enough.
-Breakers = dict[int, set[tuple[int, ...]]]
+# From a token to the sequences that finish a breaker behind it.
+Tails = Callable[[int], Collection[tuple[int, ...]]]
 
-
-class WordIndex:
-    """Finds tokens by what their bytes contain or end with, without a loop over the vocabulary."""
-
-    def __init__(self, words: Sequence[bytes]) -> None:
-        self._words = words
-        self._text = b"".join(words)
-        self._starts = list(accumulate(map(len, words), initial=0))
-        self._by_last_byte: dict[int, list[int]] = {}
-        for token_id, word in enumerate(words):
-            if word:
-                self._by_last_byte.setdefault(word[-1], []).append(token_id)
-
-    def containing(self, part: bytes) -> Iterator[int]:
-        """Yields the tokens that contain `part` (not empty)."""
-        at = self._text.find(part)
-        while at >= 0:
-            token_id = bisect_right(self._starts, at) - 1
-            end = self._starts[token_id + 1]
-            if at + len(part) <= end:
-                yield token_id
-                at = self._text.find(part, end)
-            else:
-                at = self._text.find(part, at + 1)
-
-    def ending_with(self, part: bytes) -> Iterator[int]:
-        """Yields the tokens that end with `part` (not empty)."""
-        for token_id in self._by_last_byte.get(part[-1], ()):
-            if self._words[token_id].endswith(part):
-                yield token_id
+_NO_TAIL: frozenset[tuple[int, ...]] = frozenset()
 
 
-def find_breakers(
-    texts: Iterable[str], *, words: WordIndex, tokenize: Callable[[str], Sequence[int]]
-) -> Breakers:
-    """Returns every token sequence that a breaker can be spelt with.
-
-    Args:
-        texts: The breakers; empty ones are skipped, long ones cut to 40 bytes.
-        words: The vocabulary.
-        tokenize: Tokenizes the rest of a breaker. A rest that begins inside a character is no
-            text, so no sequence is made of it.
+class Breakers:
+    """Answers for one token at a time what must follow it to spell a breaker.
 
     Source: llama.cpp `get_overlapping_token_sequences`.
     """
-    found: Breakers = {}
-    for text in texts:
-        breaker = text.encode("utf-8", "surrogatepass")[:MAX_BREAKER_BYTES]
-        if not breaker:
-            continue
-        whole = set(words.containing(breaker))
-        for head in whole:
-            found.setdefault(head, set()).add(())
-        for cut in range(1, len(breaker)):
-            heads = set(words.ending_with(breaker[:cut])) - whole
-            rest = _text(breaker[cut:])
-            if not heads or rest is None:
-                continue
-            tail = tuple(tokenize(rest)[:_MAX_TAIL_TOKENS])
-            for head in heads:
-                found.setdefault(head, set()).add(tail)
-    return found
 
+    def __init__(
+        self,
+        texts: Iterable[str],
+        *,
+        word: Callable[[int], bytes],
+        tokenize: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Reads the breakers; neither function is called yet.
 
-def _text(utf8: bytes) -> str | None:
-    try:
-        return utf8.decode()
-    except UnicodeDecodeError:
-        return None
+        Args:
+            texts: The breakers; empty ones are skipped, long ones cut to 40 bytes.
+            word: The bytes of a token.
+            tokenize: Tokenizes the rest of a breaker. What begins inside a character, or what the
+                vocabulary cannot spell, no sequence is made of.
+        """
+        self._word = word
+        self._tokenize = tokenize
+        cut = (text.encode("utf-8", "surrogatepass")[:MAX_BREAKER_BYTES] for text in texts)
+        self._breakers = tuple(dict.fromkeys(breaker for breaker in cut if breaker))
+        self._longest_bytes = max(map(len, self._breakers), default=0)
+        # Beginning of a breaker -> breakers that begin so and go on.
+        self._by_beginning: dict[bytes, list[bytes]] = {}
+        for breaker in self._breakers:
+            for size in range(1, len(breaker)):
+                self._by_beginning.setdefault(breaker[:size], []).append(breaker)
+        self._tails: dict[int, Collection[tuple[int, ...]]] = {}
+        self._tail_of: dict[bytes, tuple[int, ...] | None] = {}
+
+    def tails(self, token_id: int) -> Collection[tuple[int, ...]]:
+        """Returns the token sequences that finish a breaker behind a token.
+
+        The empty sequence means that the token is enough; none at all, that it begins no breaker.
+        Every sequence has at most `MAX_TAIL_TOKENS` tokens.
+        """
+        if not self._breakers:
+            return _NO_TAIL
+        known = self._tails.get(token_id)
+        if known is None:
+            known = self._tails[token_id] = self._find(self._word(token_id))
+        return known
+
+    def _find(self, word: bytes) -> Collection[tuple[int, ...]]:
+        whole = {breaker for breaker in self._breakers if breaker in word}
+        found: set[tuple[int, ...]] = {()} if whole else set()
+        for start in range(max(0, len(word) - self._longest_bytes + 1), len(word)):
+            beginning = word[start:]
+            for breaker in self._by_beginning.get(beginning, ()):
+                tail = None if breaker in whole else self._rest(breaker[len(beginning) :])
+                if tail is not None:
+                    found.add(tail)
+        return found or _NO_TAIL
+
+    def _rest(self, rest: bytes) -> tuple[int, ...] | None:
+        """Returns the tokens of what is left of a breaker; None if there are none."""
+        if rest not in self._tail_of:
+            self._tail_of[rest] = self._spell(rest)
+        return self._tail_of[rest]
+
+    def _spell(self, rest: bytes) -> tuple[int, ...] | None:
+        try:
+            return tuple(self._tokenize(rest.decode())[:MAX_TAIL_TOKENS])
+        except (UnicodeDecodeError, InvalidField):
+            return None

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.errors import NotSupported
 from engine.sampling.adaptive import AdaptiveP
-from engine.sampling.breakers import find_breakers
+from engine.sampling.breakers import Breakers
 from engine.sampling.dist import Dist
 from engine.sampling.dry import Dry
 from engine.sampling.edits import LogitBias, Penalties
@@ -131,11 +131,11 @@ class Builder:
                 base=params.dry_base,
                 allowed_length=params.dry_allowed_length,
                 last_n=params.dry_penalty_last_n,
-                breakers=find_breakers(
+                breakers=Breakers(
                     params.dry_sequence_breakers,
-                    words=self._vocab.words,
+                    word=self._vocab.word,
                     tokenize=self._vocab.tokenize,
-                ),
+                ).tails,
                 prompt=self._prompt,
             )
         ]

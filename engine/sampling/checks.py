@@ -15,7 +15,10 @@ from engine.types import SamplingParams
 _INT32_MAX = 2**31 - 1
 # Each breaker is searched for in the whole vocabulary.
 MAX_BREAKERS = 256
-MAX_ADAPTIVE_DECAY = 0.99
+# Each byte may begin a rest that a step has to tokenize.
+MAX_BREAKER_BYTES_IN_ALL = 512
+# 0.99 in float32, as a message brings it.
+MAX_ADAPTIVE_DECAY = 0.9900000095367432
 
 _FLOATS = (
     "temperature",
@@ -74,6 +77,14 @@ def check_params(params: SamplingParams, *, vocab_size: int) -> None:
         raise InvalidField(
             "sampling.dry_sequence_breakers",
             f"{len(params.dry_sequence_breakers)} breakers, at most {MAX_BREAKERS} are allowed",
+        )
+    size = sum(
+        len(breaker.encode("utf-8", "surrogatepass")) for breaker in params.dry_sequence_breakers
+    )
+    if size > MAX_BREAKER_BYTES_IN_ALL:
+        raise InvalidField(
+            "sampling.dry_sequence_breakers",
+            f"{size} bytes in all, at most {MAX_BREAKER_BYTES_IN_ALL} are allowed",
         )
     _check_bias(params.logit_bias, vocab_size)
 

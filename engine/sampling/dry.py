@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.sampling.breakers import Breakers
+from engine.sampling.breakers import MAX_TAIL_TOKENS, Tails
 from engine.sampling.candidates import Candidates
 from engine.sampling.float32 import log_scalar
 from engine.sampling.stage import Edit
@@ -75,14 +75,13 @@ class Dry(Edit):
         base: float,
         allowed_length: int,
         last_n: int,
-        breakers: Breakers,
+        breakers: Tails,
         prompt: Sequence[int],
     ) -> None:
         self._multiplier = np.float32(multiplier)
         self._base = np.float32(base)
         self._allowed_length = allowed_length
         self._breakers = breakers
-        self._longest_tail = max((len(t) for tails in breakers.values() for t in tails), default=0)
         self._window = _Window(prompt, last_n)
         self._max_exponent = 0
         if self._base > _SMALLEST_GROWING_BASE:
@@ -110,7 +109,7 @@ class Dry(Edit):
     def _refresh(self) -> None:
         longest = self._longest_runs()
         self._is_active = longest is not None
-        ids = [i for i in longest or {} if () not in self._breakers.get(i, ())]
+        ids = [i for i in longest or {} if () not in self._breakers(i)]
         self._ids = np.array(ids, dtype=np.int32)
         exponents = np.array([(longest or {})[i] for i in ids]) - self._allowed_length
         if self._max_exponent:
@@ -137,10 +136,12 @@ class Dry(Edit):
         """Returns how long a run may be before the nearest breaker; not looked up past `enough`."""
         tokens = self._window.tokens
         size = len(tokens)
-        for back in range(min(size, enough + self._longest_tail + 1)):
+        for back in range(min(size, enough + MAX_TAIL_TOKENS + 1)):
             at = size - 1 - back
-            tails = self._breakers.get(int(tokens[at]), ())
-            following = tuple(tokens[at + 1 : at + 1 + self._longest_tail].tolist())
+            tails = self._breakers(int(tokens[at]))
+            if not tails:
+                continue
+            following = tuple(tokens[at + 1 : at + 1 + MAX_TAIL_TOKENS].tolist())
             matches = [len(tail) for tail in tails if following[: len(tail)] == tail]
             if matches:
                 return back - max(matches)

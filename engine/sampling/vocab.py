@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
-
-from engine.sampling.breakers import WordIndex
 
 
 class TokenizerLike(Protocol):
@@ -68,8 +65,3 @@ class SamplerVocab:
             end_token=tokenizer.eos_token if end_of_turn is None else end_of_turn,
             suppressed_tokens=suppressed_tokens,
         )
-
-    @cached_property
-    def words(self) -> WordIndex:
-        """The index of all words, built at first use (one pass over the vocabulary)."""
-        return WordIndex([self.word(token_id) for token_id in range(self.vocab_size)])

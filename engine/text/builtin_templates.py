@@ -1,8 +1,6 @@
-"""Chat templates that are chosen by name, and the one for models that bring none."""
+"""The Jinja template of models that bring none."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 # Byte for byte what llama-server shows in `/props` where a model has no template.
 CHATML = (
@@ -13,5 +11,3 @@ CHATML = (
     "  {{- '<|im_start|>assistant\n' -}}\n"
     "{%- endif -%}"
 )
-
-BUILTIN_TEMPLATES: Mapping[str, str] = {"chatml": CHATML}

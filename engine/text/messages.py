@@ -72,6 +72,13 @@ def join_parts(parts: Iterable[Mapping[str, str]], delimiter: str) -> str:
     return text
 
 
+def content_text(content: str | Iterable[Mapping[str, str]] | None) -> str:
+    """Returns a message's content as one text; absent content is an empty one."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return join_parts(content, "\n")
+
+
 def _canonical(message: Message) -> dict[str, Any]:
     """The members that templates see, in llama.cpp's order (some templates print them all)."""
     shaped: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
@@ -111,12 +118,8 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     system, *rest = messages
     if not rest:
         return []
-    texts = [_text(system["content"]), _text(rest[0]["content"])]
+    texts = [content_text(system["content"]), content_text(rest[0]["content"])]
     return [{**rest[0], "content": "\n".join(texts)}, *rest[1:]]
-
-
-def _text(content: str | list[Mapping[str, str]]) -> str:
-    return content if isinstance(content, str) else join_parts(content, "\n")
 
 
 def _parse_arguments(function: dict[str, Any], field: str) -> None:

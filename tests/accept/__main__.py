@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.accept.folder import Golden, find_goldens
 from tests.accept.outcome import Failure, Unsupported
 
-# Of nine and eight: a chunk takes half a minute of one core, and both models have many weights.
-_CHUNKS = 3
+# A few of the nine or eight: each is evaluated by two models of real size.
+_CHUNKS = 2
 
 
 def main() -> int:

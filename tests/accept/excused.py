@@ -42,6 +42,7 @@ _HOST_CACHE = Excuse("needs the host cache, which keeps a prompt when its slot i
 _CACHE_REUSE = Excuse("needs n_cache_reuse", _REUSE)
 _AFTER_GRAMMAR = Excuse("follows an answer that needs grammars", _REUSE)
 _AFTER_TOOLS = Excuse("follows an answer that needs tools", _REUSE)
+_SLOT_FILES = Excuse("needs slot files")
 _TENANTS = Excuse("differs on purpose: keys do not share cached prompts", _REUSE)
 _PREEMPTION = Excuse("differs on purpose: requests wait for a full pool, none fails")
 
@@ -164,6 +165,20 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "input tokens",
     ),
     "samplers": {"rejected draws draw again": _GRAMMAR},
+    "slots": _each(
+        _SLOT_FILES,
+        "save",
+        "save an unused slot",
+        "restore elsewhere",
+        "continues from the file",
+        "restore what was saved unused",
+        "restore a missing file",
+        "restore garbage.bin",
+        "restore version.bin",
+        "restore cut.bin",
+        "slots, after refusals",
+        "filename 7",
+    ),
     "stream": {
         "held back, then flushed at the end": _GRAMMAR,
         "characters": _GRAMMAR,

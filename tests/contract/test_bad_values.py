@@ -230,6 +230,15 @@ BAD: list[tuple[GenerateRequest, str]] = [
         ),
         "sampling.dry_sequence_breakers.values",
     ),
+    (
+        GenerateRequest(
+            text="x",
+            sampling=SamplingParams(
+                dry_sequence_breakers=common_pb2.StringList(values=["s" * 40] * 13)
+            ),
+        ),
+        "sampling.dry_sequence_breakers.values",
+    ),
     (GenerateRequest(text="x", grammar_lazy=True), "grammar_lazy"),
     (
         GenerateRequest(text="x", grammar="g", grammar_triggers=[generation_pb2.GrammarTrigger()]),

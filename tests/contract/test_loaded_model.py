@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from gguf import GGUFWriter
-from kvarts.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from kvarts.v1 import (
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenization_pb2_grpc,
+)
+from kvarts.v1.tokenization_pb2 import ApplyChatTemplateRequest
 
 from engine.types import EngineConfig
 from service.loader import load_named
@@ -44,23 +53,27 @@ def write_model(path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[grpc.aio.Channel]:
-    folder = tmp_path_factory.mktemp("model")
+def options_for(path: Path, **changes: Any) -> ServiceOptions:
     source = ModelSource(
-        path=str(write_model(folder / "tiny.gguf")),
+        path=str(path),
         hf_repo=None,
         hf_file=None,
         is_offline=True,
-        cache_dir=folder,
-        hub_dir=folder,
+        cache_dir=path.parent,
+        hub_dir=path.parent,
     )
     options = ServiceOptions(
         model=source,
         engine=EngineConfig(context_tokens=64, num_slots=NUM_SLOTS, chunk_tokens=32),
-        sampling_given=frozenset({"top_k"}),
         grpc_port=0,
     )
+    return replace(options, **changes)
+
+
+@pytest.fixture(scope="module")
+async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[grpc.aio.Channel]:
+    path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    options = options_for(path, sampling_given=frozenset({"top_k"}))
     server = Server(options)
     await server.start()
     await server.load(lambda sink: load_named(options, sink))
@@ -90,6 +103,28 @@ async def test_the_file_speaks_where_flags_are_silent(channel: grpc.aio.Channel)
         generation_pb2.SAMPLER_TOP_K,
         generation_pb2.SAMPLER_TEMPERATURE,
     ]
+
+
+async def test_without_jinja_the_named_format_is_what_chats_are_written_in(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf")
+    options = options_for(path, chat_template="llama3", use_jinja=False)
+    server = Server(options)
+    await server.start()
+    await server.load(lambda sink: load_named(options, sink))
+    chat = common_pb2.ChatPrompt(messages=[common_pb2.ChatMessage(role="user", content=" hi ")])
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        about: Any = model_pb2_grpc.ModelServiceStub(channel)
+        texts: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
+        info = (await about.GetServerInfo(model_pb2.GetServerInfoRequest())).info
+        model = (await about.GetModel(model_pb2.GetModelRequest())).model
+        rendered = await texts.ApplyChatTemplate(ApplyChatTemplateRequest(chat=chat))
+    await server.stop(5)
+    assert not info.features.jinja
+    assert model.chat_template.source == "llama3"
+    assert rendered.prompt == (
+        "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
 
 
 async def test_each_sample_is_what_a_request_of_its_own_seed_would_be(

@@ -176,7 +176,11 @@ def _comment(stem: str, declaration: str) -> str:
         (
             "generation",
             "StringList dry_sequence_breakers",
-            [validate.MAX_BREAKERS, validate.MAX_BREAKER_BYTES],
+            [
+                validate.MAX_BREAKERS,
+                validate.MAX_BREAKER_BYTES,
+                validate.MAX_BREAKER_BYTES_IN_ALL,
+            ],
         ),
         ("generation", "string annotation", [validate.MAX_ANNOTATION_BYTES]),
         ("embedding", "repeated EmbedInput inputs", [validate.MAX_INPUTS]),

@@ -23,7 +23,7 @@ from tests.ggufs import (
     spm_tokenizer,
     write_llama,
 )
-from tests.numerics.reference import ReferenceLlama
+from tests.numerics.reference import ReferenceDecoder
 from tests.runners import Lane, decode, logprobs, open_runner, prefill
 
 # Natural log-probabilities, everything else in f32.
@@ -36,7 +36,7 @@ ORDER_TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Case:
-    reference: ReferenceLlama
+    reference: ReferenceDecoder
     runner: JaxRunner
 
 
@@ -102,7 +102,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case(tiny: Path) -> Case:
     runner = open_runner(tiny, max_rows=8)
     runner.warm_up()
-    return Case(ReferenceLlama(tiny), runner)
+    return Case(ReferenceDecoder(tiny), runner)
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -140,7 +140,9 @@ def test_every_type_and_variant_has_the_logprobs_of_the_definition(
     runner = open_runner(path, max_chunk=16)
     runner.warm_up()
     tokens = prompt(40)
-    assert_close(follow(runner, tokens, num_prefill=30), ReferenceLlama(path).logprobs(tokens)[29:])
+    assert_close(
+        follow(runner, tokens, num_prefill=30), ReferenceDecoder(path).logprobs(tokens)[29:]
+    )
 
 
 def test_an_f16_cache_moves_them_a_little(tiny: Path, case: Case) -> None:

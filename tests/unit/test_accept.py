@@ -8,16 +8,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 
+from engine.gguf.reader import GgufFile
 from engine.types import FinishReason
 from tests.accept import __main__ as accept
+from tests.accept import divergence
+from tests.accept.divergence import Dequantised, Divergence
 from tests.accept.excused import Excuse
 from tests.accept.greedy import Answer, compare, tolerance
 from tests.accept.models import Model
 from tests.accept.outcome import Failure, Unsupported
 from tests.accept.recordings import judge, report
+from tests.ggufs import TinyLlama, write_llama
 from tests.golden.replay import Result
+from tests.numerics.reference import ReferenceDecoder
 
 _LIMIT = 1e-3
 
@@ -184,3 +191,52 @@ def test_a_folder_that_is_no_set_is_refused(
 ) -> None:
     assert _run(tmp_path, monkeypatch) == 1
     assert "has no goldens/" in capsys.readouterr().err
+
+
+_NATIVE = {"mean_kl": 3e-3, "max_kl": 0.1, "ppl_exact": math.exp(2)}
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_divergence_near_zero_passes_beside_the_recorded_one(is_whole: bool) -> None:
+    found = Divergence(np.array([0.0, 2e-5]), np.array([-1.0, -3.0]))
+    said = divergence.judge("m.gguf", found, _NATIVE, is_whole=is_whole)
+    assert said.startswith("m.gguf: 2 tokens, mean KL 1.0e-05 (llama.cpp 3.0e-03), largest 2.0e-05")
+    assert ("exact perplexity 7.3891 (7.3891)" in said) == is_whole
+
+
+@pytest.mark.parametrize("kl", [[1.1e-4], [math.nan]])
+def test_a_divergence_above_the_limit_fails(kl: list[float]) -> None:
+    with pytest.raises(Failure, match=r"the mean must be at most 0\.0001"):
+        divergence.judge("m", Divergence(np.array(kl), np.array([-2.0])), _NATIVE, is_whole=False)
+
+
+@pytest.mark.parametrize("logprob", [-2.002, -1.998, math.nan])
+def test_another_exact_model_fails_where_the_whole_text_is_scored(logprob: float) -> None:
+    found = Divergence(np.zeros(1), np.array([logprob]))
+    with pytest.raises(Failure, match=r"must agree within 0\.001"):
+        divergence.judge("m", found, _NATIVE, is_whole=True)
+
+
+def test_the_exact_model_is_the_same_weights_in_f32(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "q.gguf", TinyLlama(ggml_type=GGMLQuantizationType.Q4_0))
+    with GgufFile.open(path) as file:
+        exact = Dequantised(file)
+        assert exact.tensors.keys() == file.tensors.keys()
+        for name, info in file.tensors.items():
+            values = exact.raw(name).view(np.float32).reshape(exact.tensors[name].shape)
+            packed = file.raw(name).reshape(*info.shape[:-1], -1)
+            assert exact.tensors[name].nbytes == values.nbytes
+            np.testing.assert_array_equal(values, quants.dequantize(packed, info.ggml_type))
+
+
+@pytest.mark.slow
+def test_a_divergence_scores_what_an_independent_model_scores(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "q.gguf", TinyLlama(ggml_type=GGMLQuantizationType.Q4_0))
+    chunk = np.random.default_rng(0).integers(3, 200, 512).tolist()
+    found = divergence.measure(path, [chunk])
+    rows = ReferenceDecoder(path).logprobs(chunk)[256:511]
+    # What lies further below the best is kept as that.
+    expected = np.maximum(rows[np.arange(255), chunk[257:]], rows.max(-1) - 16)
+    np.testing.assert_allclose(found.exact_logprob, expected, atol=1e-4)
+    assert found.kl.shape == (255,)
+    assert found.kl.max() < 1e-6

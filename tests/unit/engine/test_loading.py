@@ -16,7 +16,6 @@ from gguf import GGUFWriter
 
 from engine.errors import EngineError, InvalidField, ModelFileError, UnsupportedModel
 from engine.loading import Loaded, LoadProgress, load_engine
-from engine.sampling.breakers import WordIndex
 from engine.text.stream import TextStream
 from engine.types import Chunk, EngineConfig, Event, Failed, Finished, Request, SamplingParams
 from tests.ggufs import (
@@ -31,7 +30,7 @@ from tests.ggufs import (
     write_gguf,
     write_llama,
 )
-from tests.numerics.reference import ReferenceLlama
+from tests.numerics.reference import ReferenceDecoder
 
 MODEL = TinyLlama(num_layers=2, ggml_type=Type.Q8_0)
 CONFIG = EngineConfig(256, num_slots=1, chunk_tokens=16, kv_dtype="f32")
@@ -80,7 +79,7 @@ def test_a_file_answers_as_the_definition_does(tmp_path: Path, is_split: bool) -
     assert (prompt[0] == tokenizer.bos_token) == tokenizer.add_bos
     chunks = generate(loaded, inbox, prompt, 12)
     loaded.engine.stop()
-    expected = ReferenceLlama(whole).greedy(prompt, 12, tokenizer.eog_tokens)
+    expected = ReferenceDecoder(whole).greedy(prompt, 12, tokenizer.eog_tokens)
     assert [chunk.token_id for chunk in chunks] == expected
     stream = TextStream(())
     texts = [stream.push(tokenizer.piece(token_id)).text for token_id in expected]
@@ -101,30 +100,6 @@ def test_a_file_answers_as_the_definition_does(tmp_path: Path, is_split: bool) -
     del loaded
     gc.collect()
     assert engine() is None, "a model that was dropped stays in memory"
-
-
-def test_the_index_of_words_is_built_while_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built in a step, at the first request with DRY, it would hold up every other request."""
-    built: list[int] = []
-
-    class Counted(WordIndex):
-        def __init__(self, words: Sequence[bytes]) -> None:
-            built.append(len(words))
-            super().__init__(words)
-
-    monkeypatch.setattr("engine.sampling.vocab.WordIndex", Counted)
-    path = write_llama(tmp_path / "m.gguf", MODEL)
-    inbox = Inbox()
-    loaded = load_engine(path, CONFIG, inbox)
-    assert built == [loaded.tokenizer.vocab_size]
-    dry = SamplingParams(temperature=0.0, dry_multiplier=0.8)
-    loaded.engine.submit(Request("r", (5, 6, 7), sampling=dry, max_tokens=3, ignore_eos=True))
-    loaded.engine.start()
-    assert len(inbox.until_finished()) == 3
-    loaded.engine.stop()
-    assert len(built) == 1
 
 
 # What cannot be loaded; nothing of it is compiled.

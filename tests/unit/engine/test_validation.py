@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from engine.errors import (
@@ -63,7 +64,7 @@ def test_every_number_is_a_finite_float32(name: str, value: float) -> None:
         ("dry_allowed_length", (0,), (-1, 2**31)),
         ("dry_penalty_last_n", (0,), (-1, 2**31)),
         ("adaptive_target", (-1.0, 1.0), (1.001,)),
-        ("adaptive_decay", (0.0, 0.99), (-0.001, 0.991)),
+        ("adaptive_decay", (0.0, 0.99, float(np.float32(0.99))), (-0.001, 0.991)),
         ("min_keep", (0,), (-1, 2**31)),
     ],
 )

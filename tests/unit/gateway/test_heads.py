@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -30,9 +31,12 @@ class Peer:
 
     async def read_answer(self) -> bytes:
         """Reads one answer whose length is told."""
-        head = await self._reader.readuntil(b"\r\n\r\n")
+        head = await self.read_head()
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         return head + await self._reader.readexactly(length)
+
+    async def read_head(self) -> bytes:
+        return await self._reader.readuntil(b"\r\n\r\n")
 
     async def read_all(self) -> bytes:
         """Reads until the gateway closes."""
@@ -128,6 +132,63 @@ async def test_a_body_that_nobody_reads_has_no_more_time_than_a_head(dial: Dial)
     peer.send(b"POST /no/such HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
     assert b" 404 " in await peer.read_answer()
     assert await peer.read_all() == b""
+
+
+@pytest.mark.parametrize(
+    ("head", "limit"),
+    [
+        (b"GET / HTTP/1.1\r\n" + b"h: x\r\n" * 101, b"100 headers"),
+        (b"GET / HTTP/1.1\r\na: " + b"b" * 65_536 + b"\r\n", b"65536 bytes"),
+        (b"GET /" + b"a" * 65_536 + b" HTTP/1.1\r\n", b"65536 bytes"),
+    ],
+    ids=["many", "long", "path"],
+)
+async def test_whole_heads_are_bounded_too(dial: Dial, head: bytes, limit: bytes):
+    peer = await dial()
+    peer.send(head + b"\r\n")
+    answer = await peer.read_all()
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert answer.endswith(b" has more than " + limit + b".")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+_CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+
+async def test_headers_behind_a_body_are_counted_too(dial: Dial):
+    peer = await dial()
+    peer.send(_CHUNKED + b"0\r\n" + b"h: x\r\n" * 101)
+    assert (await peer.read_all()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+@pytest.mark.parametrize("rest", [b"0\r\na: ", b"1;"], ids=["trailer", "extension"])
+async def test_what_never_ends_behind_a_body_is_given_up(dial: Dial, rest: bytes):
+    peer = await dial()
+    # Several times what the gateway reads at once.
+    peer.send(_CHUNKED + rest + b"b" * (4 << 20))
+    # A refusal may overtake what is still on its way, and then its words are lost.
+    with contextlib.suppress(ConnectionError):
+        assert (await peer.read_all()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+async def test_a_refusal_does_not_go_into_the_middle_of_an_answer(dial: Dial, service: FakeService):
+    gate = Gate(starts=True)
+    service.script = gate
+    peer = await dial()
+    body = b'{"prompt":"Hi","stream":true}'
+    peer.send(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n" + body)
+    head = await peer.read_head()
+    assert head.startswith(b"HTTP/1.1 200 ")
+    peer.send(b"no request\r\n\r\n")
+    assert b"HTTP/1.1" not in await peer.read_all()
+    await service.calls[0].was_cancelled.wait()
+
+
+async def test_a_hundred_headers_are_taken(dial: Dial):
+    peer = await dial()
+    head = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"h: x\r\n" * 99
+    peer.send(head + b"\r\n")
+    assert (await peer.read_all()).startswith(b"HTTP/1.1 200 ")
 
 
 def names(head: bytes) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +13,8 @@ import httpx
 import pytest
 from kvarts.v1 import generation_pb2
 
-from gateway import connection
+from gateway import connection, peer_json, sse
+from gateway.peer_json import Json
 from tests.unit.gateway.conftest import Serve, until_ready
 from tests.unit.gateway.fake_service import (
     Call,
@@ -99,6 +101,34 @@ async def test_no_more_calls_than_slots_are_open_for_one_body(
     gate.open.set()
     assert len((await asking).json()) == 5
     assert most <= service.info.num_slots < len(service.calls)
+
+
+async def test_the_number_of_prompts_is_bounded(client: httpx.AsyncClient):
+    response = await client.post("/completion", json={"prompt": [[1]] * 1025})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == '"prompt" has 1025 prompts, the limit is 1024'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_long_body_costs_is_not_done_on_the_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    """A body with a megabyte of biases once kept every other client waiting for seconds."""
+    loop_thread, sizes, write = threading.get_ident(), list[int](), peer_json.write
+
+    def watched(value: Json) -> bytes:
+        text = write(value)
+        if threading.get_ident() == loop_thread:
+            sizes.append(len(text))
+        return text
+
+    monkeypatch.setattr(peer_json, "write", watched)
+    monkeypatch.setattr(sse, "write", watched)
+    body = {"prompt": "Hi", "stream": stream, "logit_bias": [[5, 0.5]] * 10_000}
+    response = await client.post("/completion", json=body)
+    assert response.status_code == 200
+    assert len(response.content) > 100_000
+    assert max(sizes, default=0) < 20_000
 
 
 async def test_the_status_of_a_stream_goes_out_when_the_slot_starts(

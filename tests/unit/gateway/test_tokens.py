@@ -35,6 +35,13 @@ async def test_detokenize(client: httpx.AsyncClient):
     assert await ask() == {"content": ""}
 
 
+@pytest.mark.parametrize("token", [-1, 99999, 2**31, 2**64, 10**30, 1e300])
+async def test_tokens_outside_the_vocabulary_are_refused(client: httpx.AsyncClient, token: float):
+    response = await client.post("/tokenize", json={"content": ["a", token]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "Prompt contains invalid tokens"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -157,6 +157,19 @@ def test_a_template_may_be_a_file(tmp_path: Path) -> None:
         _service("--chat-template-file", str(file))
 
 
+def test_a_template_is_tried_before_a_model_is_loaded(tmp_path: Path) -> None:
+    free = ("--chat-template", "no template " * 20)
+    assert _service(*free).chat_template == free[1]
+    with pytest.raises(FlagError, match=r"--chat-template 'no te.{75}\.\.\.': .*without --jinja"):
+        _service(*free, "--no-jinja")
+    named = _service("--chat-template", "llama3", "--no-jinja")
+    assert (named.chat_template, named.use_jinja) == ("llama3", False)
+    file = tmp_path / "t.jinja"
+    file.write_text("{% if %}")
+    with pytest.raises(FlagError, match=r"--chat-template-file '{% if %}': chat template: "):
+        _service("--chat-template-file", str(file))
+
+
 def test_template_variables_reach_both_halves() -> None:
     words = ["--chat-template-kwargs", '{"a": 1}', "--no-reasoning-preserve"]
     expected = {"a": 1, "preserve_reasoning": False}

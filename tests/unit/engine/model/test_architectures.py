@@ -77,12 +77,12 @@ def test_what_the_file_says_counts(tmp_path: Path) -> None:
             "llama.attention.head_count_kv": 2,
             "llama.attention.key_length": 16,
             "llama.attention.value_length": 16,
-            "llama.rope.dimension_count": 12,
+            "llama.rope.dimension_count": 16,
             "llama.rope.freq_base": 500000.0,
         },
         {
             "output.weight": embedding(10, 64),
-            "rope_freqs.weight": vector(6),
+            "rope_freqs.weight": vector(8),
             "blk.0.attn_q.bias": vector(),
             "blk.0.ffn_down.bias": vector(),
         },
@@ -91,7 +91,7 @@ def test_what_the_file_says_counts(tmp_path: Path) -> None:
     assert (mixer.num_kv_heads, mixer.head_dim, mixer.scale) == (2, 16, 0.25)
     assert mixer.biases == {"attn_q"}
     assert spec.layers[2].block.ffn.biases == {"ffn_down"}
-    assert (spec.ropes[0].dims, spec.ropes[0].base) == (12, 500000.0)
+    assert (spec.ropes[0].dims, spec.ropes[0].base) == (16, 500000.0)
     assert spec.ropes[0].factors == "rope_freqs.weight"
     assert not spec.tied_head
 
@@ -135,6 +135,8 @@ REFUSED: list[tuple[str, Any, type[EngineError], str]] = [
     ("attention.clamp_kqv", 8.0, UnsupportedModel, "is 8.0, only 0.0 is implemented"),
     ("rope.dimension_count", 7, UnsupportedModel, "is 7, only an even number up to 8"),
     ("rope.dimension_count", 10, UnsupportedModel, "is 10, only an even number up to 8"),
+    # llama.cpp's llama turns whole heads.
+    ("rope.dimension_count", 6, UnsupportedModel, "is 6, only the head's 8 is implemented"),
     ("rope.freq_base", 0.0, ModelFileError, "is 0.0, expected more than 0"),
     ("rope.freq_base", -1.0, ModelFileError, "is -1.0, expected more than 0"),
     ("rope.freq_base", float("nan"), ModelFileError, "is nan, expected a finite number"),

@@ -44,6 +44,7 @@ def test_numbers_that_are_no_float32_are_refused(name: str, value: float) -> Non
         ("adaptive_decay", 1.0),
         ("adaptive_decay", -0.1),
         ("dry_sequence_breakers", ("x",) * 257),
+        ("dry_sequence_breakers", ("é" * 20,) * 13),
         ("logit_bias", ((3, math.nan),)),
         ("logit_bias", ((3, math.inf),)),
         ("logit_bias", ((3, 1e39),)),

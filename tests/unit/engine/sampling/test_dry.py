@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.breakers import Breakers
 from engine.sampling.dry import Dry, suffix_runs
 from tests.unit.engine.sampling.support import candidates
 
@@ -16,6 +15,11 @@ BREAKERS = st.dictionaries(
     max_size=2,
 )
 F = np.float32
+Breakers = dict[int, set[tuple[int, ...]]]
+
+
+def _no_breakers(token_id: int) -> set[tuple[int, ...]]:
+    return set()
 
 
 def _run_at(tokens: list[int], end: int) -> int:
@@ -79,7 +83,7 @@ def test_penalties_equal_the_definition(
         base=1.5,
         allowed_length=allowed,
         last_n=last_n,
-        breakers=breakers,
+        breakers=lambda token_id: breakers.get(token_id, set()),
         prompt=prompt,
     )
     for token_id in generated:
@@ -91,17 +95,31 @@ def test_penalties_equal_the_definition(
 
 def test_exponents_stop_before_float_overflows() -> None:
     dry = Dry(
-        multiplier=1.0, base=1.75, allowed_length=0, last_n=400, breakers={}, prompt=[1] * 300
+        multiplier=1.0,
+        base=1.75,
+        allowed_length=0,
+        last_n=400,
+        breakers=_no_breakers,
+        prompt=[1] * 300,
     )
     # llama.cpp clamps to int(88.72 / ln 1.75) = 158; the run is 299.
     assert dry.apply(candidates([0.0, 0.0])).logits.tolist() == [0.0, -float(F(1.75**158))]
 
 
 def test_a_base_of_1_is_a_constant_penalty() -> None:
-    dry = Dry(multiplier=2.0, base=1.0, allowed_length=1, last_n=64, breakers={}, prompt=[1] * 60)
+    dry = Dry(
+        multiplier=2.0,
+        base=1.0,
+        allowed_length=1,
+        last_n=64,
+        breakers=_no_breakers,
+        prompt=[1] * 60,
+    )
     assert dry.apply(candidates([0.0, 0.0])).logits.tolist() == [0.0, -2.0]
 
 
 def test_a_window_too_short_leaves_the_set_sorted() -> None:
-    dry = Dry(multiplier=1.0, base=2.0, allowed_length=3, last_n=3, breakers={}, prompt=[1] * 9)
+    dry = Dry(
+        multiplier=1.0, base=2.0, allowed_length=3, last_n=3, breakers=_no_breakers, prompt=[1] * 9
+    )
     assert dry.apply(candidates([1.0, 0.0], is_sorted=True)).is_sorted
