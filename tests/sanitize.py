@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.kernels.native.build import compile_library
 
-TESTS = ("tests/unit/engine/kernels", "tests/numerics/test_native.py")
+TESTS = ("tests/unit/engine/kernels", "tests/numerics")
 
 _OPTIONS = {
     # The interpreter's own leaks are not what is looked for.

@@ -18,7 +18,7 @@ from engine.runner import JaxRunner
 from engine.step import RowLogits, StepBatch
 from tests.ggufs import TinyLlama, write_llama
 from tests.native import instruction_sets, instructions, requires_native
-from tests.numerics.reference import ReferenceLlama
+from tests.numerics.reference import ReferenceDecoder
 from tests.numerics.test_decoder import (
     MIXED,
     MODELS,
@@ -62,7 +62,7 @@ def test_dense_weights_have_the_logprobs_of_the_definition(tmp_path: Path, ggml_
     path = write_llama(tmp_path / "m.gguf", TinyLlama(num_layers=3, ggml_type=ggml_type))
     tokens = prompt(60)
     followed = follow(warm(path), tokens, num_prefill=30)
-    assert_close(followed, ReferenceLlama(path).logprobs(tokens)[29:], TOLERANCE)
+    assert_close(followed, ReferenceDecoder(path).logprobs(tokens)[29:], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -71,7 +71,7 @@ def test_quantised_weights_stay_near_the_definition(name: str, tmp_path: Path) -
     path = write_mixed(tmp_path / "m.gguf", MODELS[name], MIXED[name], biases=name == "mixed-b")
     tokens = prompt(60)
     found = follow(warm(path), tokens, num_prefill=30)
-    exact = ReferenceLlama(path).logprobs(tokens)[29:]
+    exact = ReferenceDecoder(path).logprobs(tokens)[29:]
     divergence = (np.exp(exact) * (exact - found)).sum(-1)
     assert divergence.min() > -1e-6
     assert divergence.mean() < 5e-3, f"{divergence.mean():.1e}"
