@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvarts.v1 import common_pb2, tokenization_pb2
+from kvarts.v1 import tokenization_pb2
 
 from gateway.errors import invalid, wrong_type
 from gateway.off_loop import off_loop
@@ -131,14 +131,19 @@ def tokenize_request(
         case (str() as text,):
             request.text = text
         case parts:
-            request.mixed.parts.extend(_part(part) for part in parts)
+            for part in parts:
+                _add_part(request.mixed, part)
     return request
 
 
-def _part(part: str | int) -> tokenization_pb2.PromptPart:
+def _add_part(mixed: tokenization_pb2.MixedPrompt, part: str | int) -> None:
+    """Adds a text, or an id to the ids before it."""
     if isinstance(part, str):
-        return tokenization_pb2.PromptPart(text=part)
-    return tokenization_pb2.PromptPart(tokens=common_pb2.TokenIds(ids=[part]))
+        mixed.parts.add(text=part)
+        return
+    if not mixed.parts or mixed.parts[-1].WhichOneof("part") == "text":
+        mixed.parts.add()
+    mixed.parts[-1].tokens.ids.append(part)
 
 
 def _read_prompt(value: Any) -> Prompt:

@@ -110,11 +110,12 @@ async def _encode_mixed(
 
 
 def _answer(tokenizer: Tokenizer, tokens: list[int], omit_pieces: bool) -> TokenizeResponse:
-    if omit_pieces:
-        return TokenizeResponse(tokens=[tokenization_pb2.Token(id=i) for i in tokens])
-    return TokenizeResponse(
-        tokens=[
-            tokenization_pb2.Token(id=i, piece=tokenizer.piece(i, render_special=True))
-            for i in tokens
-        ]
-    )
+    response = TokenizeResponse()
+    # Made inside the response: a message of its own per token takes ten times the memory.
+    add = response.tokens.add
+    for i in tokens:
+        if omit_pieces:
+            add(id=i)
+        else:
+            add(id=i, piece=tokenizer.piece(i, render_special=True))
+    return response
