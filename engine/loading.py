@@ -141,12 +141,12 @@ def choose_kernels(wanted: str) -> bool:
     if has_cpu and native.isa() is not None:
         return True
     if wanted == "native":
-        why = "were not built" if has_cpu else "run on a CPU only"
+        why = native.why_missing() if has_cpu else "run on a CPU only"
         raise InvalidField("kernels", f"the native kernels {why}")
     if has_cpu:
         _log.warning(
-            "the native kernels were not built (no C++ compiler at installation?): "
-            "products run on XLA, several times slower"
+            "the native kernels %s: products run on XLA, several times slower",
+            native.why_missing(),
         )
     return False
 

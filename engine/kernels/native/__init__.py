@@ -33,23 +33,31 @@ _KINDS = {"dense": 0, "q8": 1, "q4": 2}
 _NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
 
 
-@functools.cache
 def isa() -> str | None:
-    """Loads the library; returns the instruction set that it chose, None if there is none.
+    """Returns the instruction set that the library chose, None if it is not in use."""
+    return _loaded()[0]
 
-    A library that this jaxlib or this machine cannot load counts as none.
-    """
+
+def why_missing() -> str:
+    """Returns why the library is not in use, as the end of a sentence about it; "" if it is."""
+    return _loaded()[1]
+
+
+@functools.cache
+def _loaded() -> tuple[str | None, str]:
+    """Loads the library, once: its instruction set, or why there is none."""
     if not LIBRARY.is_file():
-        return None
+        return None, "were not built (no C++ compiler at installation?)"
     try:
         library = ctypes.CDLL(str(LIBRARY))
         for name in _TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    except (OSError, AttributeError, ValueError, RuntimeError):
-        return None
+    except (OSError, AttributeError, ValueError, RuntimeError) as error:
+        # Built for another machine or another version of these sources.
+        return None, f"cannot be loaded ({error})"
     library.kvarts_isa.restype = ctypes.c_char_p
-    return cast(bytes, library.kvarts_isa()).decode()
+    return cast(bytes, library.kvarts_isa()).decode(), ""
 
 
 def qmatmul(
