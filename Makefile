@@ -13,14 +13,15 @@ PY := $(BIN)/python
 READY := $(VENV)/.ready
 CODE := engine service gateway tests
 PROTOS := $(wildcard proto/kvarts/v1/*.proto)
+KERNELS := $(wildcard engine/kernels/native/*.cc engine/kernels/native/*.h)
 
 .PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize breaking clean
 
 setup: $(READY)
 	$(PY) -m service.fetch
 
-# An editable install builds the stubs beside the .proto files.
-$(READY): pyproject.toml $(PROTOS)
+# An editable install builds the stubs beside the .proto files, and the kernels beside their sources.
+$(READY): pyproject.toml $(PROTOS) $(KERNELS)
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or newer" >&2; exit 1; }
 	test -x $(PY) || $(if $(UV),uv venv --seed --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
 	$(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check) --editable '.[dev]'
@@ -51,8 +52,9 @@ format: $(READY)
 proto: $(READY)
 	$(PY) -m pip install --quiet --no-deps --editable .
 
-# The simulation at its full size, then every recorded answer.
+# The simulation and the damaged files at their full number, then every recorded answer.
 accept: setup
+	$(PY) -m tests.unit.engine.gguf.mutants 20000
 	SIM_SEEDS=1000 $(PY) -m pytest tests/unit/engine/test_simulation.py
 	$(PY) -m tests.accept $(SHARED)
 
@@ -79,5 +81,5 @@ breaking: $(READY)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f proto/kvarts/v1/*_pb2*.py proto/kvarts/v1/*_pb2*.pyi
+	rm -f proto/kvarts/v1/*_pb2*.py proto/kvarts/v1/*_pb2*.pyi engine/kernels/native/*.so
 	find $(CODE) -name __pycache__ -type d -exec rm -rf {} +
