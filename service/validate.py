@@ -34,6 +34,8 @@ MAX_BREAKERS = 256
 MAX_BREAKER_BYTES = 40
 MAX_BREAKER_BYTES_IN_ALL = 512
 MAX_SAMPLERS = 64
+# Each costs microseconds per token, in which the others get none.
+MAX_TOP_LOGPROBS = 1024
 MAX_ANNOTATION_BYTES = 4096
 MAX_PRESERVED_TOKENS = 65_536
 MAX_TRIGGERS = 256
@@ -243,7 +245,8 @@ def _check_bias(faults: Faults, sampling: generation_pb2.SamplingParams, limits:
 
 def _check_budget(faults: Faults, request: generation_pb2.GenerateRequest, limits: Limits) -> None:
     faults.number("max_tokens", request.max_tokens, low=0, high=MAX_INT32)
-    faults.number("top_logprobs", request.top_logprobs, low=0, high=limits.vocab_size)
+    most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    faults.number("top_logprobs", request.top_logprobs, low=0, high=most)
     faults.number("num_samples", request.num_samples, low=0, high=limits.num_slots)
     faults.number("n_keep", request.n_keep, low=-1, high=MAX_INT32)
     faults.number("n_discard", request.n_discard, low=0, high=MAX_INT32)

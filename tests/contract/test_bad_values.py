@@ -15,6 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from kvarts.v1 import common_pb2, generation_pb2, rebuild_pb2, tokenization_pb2
 
+from engine.errors import InvalidField
+from service.validate import Limits, check_generate
 from tests.contract.calls import CHAT, RPCS, Rpc
 from tests.contract.serving import GenerateRequest, SamplingParams, failure, read_failure, serving
 
@@ -323,6 +325,13 @@ async def test_a_million_biases_are_refused_by_number() -> None:
         failed = await failure(it.collect(request))
     assert failed.fields == ["sampling.logit_bias"]
     assert "1000000 entries, limit 101" in failed.text
+
+
+def test_the_best_tokens_that_are_listed_are_bounded() -> None:
+    limits = Limits(num_slots=1, vocab_size=50_000, context_tokens=64)
+    check_generate(GenerateRequest(text="x", top_logprobs=1024), limits)
+    with pytest.raises(InvalidField, match=r"top_logprobs: 1025 .* 1024"):
+        check_generate(GenerateRequest(text="x", top_logprobs=1025), limits)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -173,6 +173,7 @@ def _comment(stem: str, declaration: str) -> str:
         ("generation", "repeated uint32 preserved_tokens = 22", [validate.MAX_PRESERVED_TOKENS]),
         ("generation", "repeated GrammarTrigger grammar_triggers", [validate.MAX_TRIGGERS]),
         ("generation", "repeated Sampler samplers", [validate.MAX_SAMPLERS]),
+        ("generation", "optional uint32 top_logprobs = 14", [validate.MAX_TOP_LOGPROBS]),
         (
             "generation",
             "StringList dry_sequence_breakers",
