@@ -20,11 +20,12 @@ from starlette.types import ASGIApp, ExceptionHandler
 
 from gateway.completion import Backend
 from gateway.connection import ClientGone, Connection, json_response
-from gateway.errors import ApiError, ErrorKind
+from gateway.errors import ApiError, ErrorKind, server_fault
 from gateway.exchange import Exchange, Handler
 from gateway.gates import Gates, presented_key
 from gateway.options import GatewayOptions
 from gateway.page import page_routes
+from gateway.peer_json import UnreadableJson
 from gateway.readiness import Readiness
 from gateway.routes import route_table
 from gateway.service import Service, credentials
@@ -89,6 +90,7 @@ def _exception_handlers() -> dict[object, ExceptionHandler]:
     handlers = {
         ApiError: _api_error,
         ClientGone: _client_gone,
+        UnreadableJson: _unreadable,
         HTTPException: _http_exception,
         Exception: _bug,
     }
@@ -104,6 +106,11 @@ async def _api_error(request: Request, error: ApiError) -> Response:
         response = json_response({"error": body.to_json()}, body.kind.status)
     response.headers.update(body.headers)
     return response
+
+
+async def _unreadable(request: Request, error: UnreadableJson) -> Response:
+    """What could be read but is too deep to be passed on is as good as unreadable."""
+    return await _api_error(request, server_fault(str(error)))
 
 
 async def _client_gone(request: Request, error: ClientGone) -> Response:

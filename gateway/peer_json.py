@@ -45,9 +45,16 @@ def read(body: bytes) -> Any:
 
 
 def write(value: Json) -> bytes:
-    """Writes a value as the peer does; text that is not UTF-8 becomes U+FFFD."""
+    """Writes a value as the peer does; text that is not UTF-8 becomes U+FFFD.
+
+    Raises:
+        UnreadableJson: a client's value is nested more deeply than can be written again.
+    """
     parts: list[str] = []
-    _append(parts, value)
+    try:
+        _append(parts, value)
+    except RecursionError as error:
+        raise UnreadableJson("parse error: the value is nested too deeply") from error
     return "".join(parts).encode("utf-8", "replace")
 
 

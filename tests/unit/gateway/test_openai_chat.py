@@ -400,3 +400,24 @@ def test_refused(body: dict[str, Any], server: ChatServer, status: int, message:
     with pytest.raises(ApiError) as caught:
         read_chat_body(body, server)
     assert (caught.value.body.kind.status, caught.value.body.message) == (status, message)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"chat_template_kwargs":', b""),
+        (b'"response_format":{"type":"json_schema","json_schema":{"schema":', b"}}"),
+        (
+            b'"tool_choice":"none","tools":[{"type":"function","function":{"name":"f","parameters":',
+            b"}}]",
+        ),
+    ],
+)
+async def test_what_is_too_deep_to_be_passed_on_is_no_bug(
+    client: httpx.AsyncClient, before: bytes, after: bytes
+):
+    deep = b'{"a":' * 600 + b"1" + b"}" * 600
+    body = b'{"messages":[{"role":"user","content":"Hi"}],' + before + deep + after + b"}"
+    response = await client.post("/v1/chat/completions", content=body)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "parse error: the value is nested too deeply"
