@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway import flags, listeners, logs
+from gateway.accept_faults import AcceptFaults
 from gateway.app import make_app
 from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
 from gateway.protocol import BoundedHttpProtocol
@@ -81,6 +82,7 @@ def _first_line(descriptor: int) -> bytes:
 
 
 async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
+    asyncio.get_running_loop().set_exception_handler(AcceptFaults())
     sockets = listeners.bind_all(options)
     socket_files = listeners.socket_files(sockets)
     service = connect(options)
