@@ -26,9 +26,10 @@ def render_help(program: str, summary: str, flags: Sequence[Flag]) -> str:
     parts.append("Variables without a flag:\n" + "\n".join(rows))
     parts.append(
         _wrapped(
-            "Every flag takes its value as the next word. The command line wins over a variable, a "
-            "variable over llama.cpp's config.ini. LLAMA_ARG_NO_X set to anything switches X off. "
-            "A variable that is empty counts as not set.",
+            "-h, --help and --version print and end. Every flag takes its value as the next word. The "
+            "command line wins over a variable, a variable over llama.cpp's config.ini "
+            "(~/.config/llama.cpp/config.ini, behind it /etc/llama.cpp/config.ini). LLAMA_ARG_NO_X set to "
+            "anything switches X off. A variable that is empty counts as not set.",
             0,
         )
     )

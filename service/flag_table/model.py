@@ -110,7 +110,8 @@ CONTEXT = (
         ("-c", "--ctx-size"),
         integer(0),
         "context_tokens",
-        "context in tokens, of all slots together; 0 is what the model was trained with",
+        "context in tokens, of all slots together; 0, the default, is what the model was trained "
+        "with",
         default=0,
         variable="LLAMA_ARG_CTX_SIZE",
         scope=Scope.SERVICE,

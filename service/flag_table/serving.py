@@ -216,7 +216,8 @@ ACCESS = (
         ("--api-key",),
         comma_list("KEY,..."),
         "api_keys",
-        "keys that open the service, comma-separated, repeatable",
+        "keys that open the service, comma-separated, repeatable; a client sends one as "
+        "`Authorization: Bearer KEY`, in gRPC as metadata",
         default=(),
         variable="LLAMA_API_KEY",
         repeats=True,
@@ -333,6 +334,18 @@ VARIABLES = (
         variable="HUGGINGFACE_HUB_CACHE",
     ),
     Flag((), path("DIR"), "hf_home", "its folder `hub` is the fourth choice", variable="HF_HOME"),
-    Flag((), path("DIR"), "xdg_cache_home", "the user's cache folder", variable="XDG_CACHE_HOME"),
-    Flag((), path("DIR"), "xdg_config_home", "the user's settings", variable="XDG_CONFIG_HOME"),
+    Flag(
+        (),
+        path("DIR"),
+        "xdg_cache_home",
+        "the user's cache folder, instead of ~/.cache",
+        variable="XDG_CACHE_HOME",
+    ),
+    Flag(
+        (),
+        path("DIR"),
+        "xdg_config_home",
+        "folder of llama.cpp/config.ini, instead of ~/.config",
+        variable="XDG_CONFIG_HOME",
+    ),
 )
