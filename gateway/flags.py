@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 
@@ -21,7 +21,8 @@ class FlagError(ValueError):
     """A command line that cannot be understood."""
 
 
-_SUMMARY = "A llama.cpp-compatible REST gateway in front of a Kvarts service."
+_SUMMARY = """A llama.cpp-compatible REST gateway in front of a Kvarts service, whose --service is required.
+The command line wins over a variable."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,19 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--host",), "hosts", "addresses, comma separated; NAME.sock is a Unix socket", _list),
     Flag(("--port",), "port", "TCP port; 0 lets the system choose", int),
     Flag(("--api-key",), "api_keys", "keys that open the routes, comma separated", _list),
-    Flag(("--api-key-file",), "api_keys", "a file with one key a line", _keys_of_file),
+    Flag(
+        ("--api-key-file",),
+        "api_keys",
+        "file with one key a line; # starts a comment",
+        _keys_of_file,
+    ),
     Flag(("--api-prefix",), "api_prefix", "path prefix of every route", _prefix),
     Flag(("--path",), "static_path", "directory served below /", str),
-    Flag(("-to", "--timeout"), "timeout_s", "longest silence of a client, seconds", int),
+    Flag(("-to", "--timeout"), "timeout_s", "longest silence of a client, s", int),
     Flag(("--shutdown-timeout",), "shutdown_timeout_s", "time to end after a signal, s", float),
-    Flag(("--sse-ping-interval",), "sse_ping_interval_s", "silence before a ping, seconds", int),
+    Flag(
+        ("--sse-ping-interval",), "sse_ping_interval_s", "silence before a ping, s; 0 is never", int
+    ),
     Flag(("--cors-origins",), "cors_origins", "allowed origin, * or localhost", str),
     Flag(("--cors-methods",), "cors_methods", "allowed methods", str),
     Flag(("--cors-headers",), "cors_headers", "allowed headers", str),
@@ -106,8 +114,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--chat-template-kwargs",), "chat_template_kwargs", "template variables, JSON", _object),
     Flag(("-v", "--verbose"), "is_verbose", "answers carry __verbose"),
     Flag(("--log-format",), "log_format", "text or json", str),
-    Flag(("--log-level",), "log_level", "debug, info, warning or error", str),
+    Flag(("--log-level",), "log_level", "debug, info, warning, error or off", str),
 )
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(GatewayOptions)}
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> GatewayOptions:
@@ -147,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser("kvarts-gateway", allow_abbrev=False, description=_SUMMARY)
     for flag in FLAGS:
-        text = f"{flag.help} [{flag.variable}]".replace("%", "%%")
+        text = f"{flag.help}{_default_of(flag)} [{flag.variable}]".replace("%", "%%")
         if flag.convert is None:
             parser.add_argument(
                 *flag.names, dest=flag.variable, action="store_const", const="on", help=text
@@ -155,6 +165,17 @@ def _parser() -> _Parser:
         else:
             parser.add_argument(*flag.names, dest=flag.variable, metavar="VALUE", help=text)
     return parser
+
+
+def _default_of(flag: Flag) -> str:
+    default = _DEFAULTS[flag.option]
+    if flag.convert is None or default in (None, "", (), msgspec.NODEFAULT):
+        return ""
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    if isinstance(default, tuple):
+        return f" (default: {','.join(cast('tuple[str, ...]', default))})"
+    return f" (default: {default})"
 
 
 def _value(flag: Flag, text: str, *, from_variable: bool) -> Any:

@@ -124,6 +124,15 @@ def test_keys_come_from_a_file(tmp_path: Path):
     assert options.api_keys == ("sesame", "second")
 
 
+def test_help_shows_defaults_where_there_are_some():
+    shown = " ".join(flags.help_text().split())
+    assert "the system choose (default: 8080) [KVARTS_PORT]" in shown
+    assert "is a Unix socket (default: 127.0.0.1) [KVARTS_HOST]" in shown
+    assert "on or off (default: on) [KVARTS_CORS_CREDENTIALS]" in shown
+    assert "or unix:/PATH [KVARTS_SERVICE]" in shown
+    assert "serve /metrics [KVARTS_METRICS]" in shown
+
+
 def test_addresses_in_use_are_refused_and_nothing_stays_bound():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
