@@ -27,7 +27,8 @@ $(READY): pyproject.toml $(PROTOS) $(KERNELS)
 	$(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check) --editable '.[dev]'
 	touch $(READY)
 
-serve: setup
+# The server fetches the model that it is told to serve, so the default one is not fetched for it.
+serve: $(READY)
 	$(BIN)/kvarts-server --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
 test: setup

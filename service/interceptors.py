@@ -123,7 +123,8 @@ class Auth(grpc.aio.ServerInterceptor):
         if is_unknown or method.split("/")[1] in OPEN_SERVICES:
             return handler
         grant = self._keys.judge(_bearer(_headers(handler_call_details)))
-        telemetry.current().tenant = grant.tenant
+        record = telemetry.current()
+        record.tenant, record.owns_all = grant.tenant, grant.owns_all
         if grant.access is Access.ADMIN:
             return handler
         if grant.access is Access.USER and method not in ADMIN_METHODS:

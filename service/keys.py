@@ -23,10 +23,14 @@ class Access(Enum):
 
 @dataclass(frozen=True)
 class Grant:
-    """The judgement of one call. `tenant` is "" unless the server knows several keys."""
+    """The judgement of one call. `tenant` is "" unless the server knows several keys.
+
+    `owns_all`: the admin key, where there is one beside the users', acts on every tenant's content.
+    """
 
     access: Access
     tenant: str = ""
+    owns_all: bool = False
 
 
 class KeyRing:
@@ -59,7 +63,9 @@ class KeyRing:
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         if not (is_user or is_admin):
             return Grant(Access.NONE)
-        if is_admin or self._admin is None:
+        if is_admin:
+            return Grant(Access.ADMIN, self._tenant(digest), owns_all=True)
+        if self._admin is None:
             return Grant(Access.ADMIN, self._tenant(digest))
         return Grant(Access.USER, self._tenant(digest))
 

@@ -327,6 +327,9 @@ def _unescaped(parsed: Parsed, texts: list[str] | tuple[str, ...], flag: str) ->
 
 
 def _api_keys(parsed: Parsed) -> tuple[str, ...]:
+    # A key that is empty, as of an unset shell variable, must not leave the server open.
+    if not all(parsed["api_keys"]):
+        raise FlagError("--api-key: holds no key")
     keys = [key for group in parsed["api_keys"] for key in group]
     if parsed["api_key_file"]:
         lines = _read_text(parsed["api_key_file"], "--api-key-file").splitlines()

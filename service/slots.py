@@ -59,10 +59,11 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
             faults = Faults()
             check_slot_id(faults, request)
             faults.raise_if_any()
+            caller = telemetry.current()
             erased = await self._bridge.erase(
                 request.slot_id,
                 fail_if_busy=request.fail_if_busy,
-                tenant=telemetry.current().tenant,
+                tenant=None if caller.owns_all else caller.tenant,
             )
         return EraseResponse(
             slot_id=erased.slot_id, erased_tokens=erased.tokens, freed_pages=erased.pages

@@ -23,7 +23,8 @@ class RpcRecord:
     """One RPC as its log line shows it; a field that stays None is left out.
 
     `rpc` is `Service/Method`, `tenant` the hash of a key (empty with a single tenant), durations
-    are seconds on a monotonic clock. A servicer sets `code` to OK as soon as the answer is whole:
+    are seconds on a monotonic clock. `owns_all`: the caller may act on every tenant's content. A
+    servicer sets `code` to OK as soon as the answer is whole:
     a client that goes away then has been served.
     """
 
@@ -31,6 +32,7 @@ class RpcRecord:
     request_id: str
     trace_id: str | None = None
     tenant: str = ""
+    owns_all: bool = False
     code: str | None = None
     reason: str | None = None
     error_id: str | None = None
@@ -45,7 +47,9 @@ class RpcRecord:
 
     def fields(self) -> dict[str, object]:
         """Returns what the log line carries."""
-        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+        shown = asdict(self)
+        del shown["owns_all"]
+        return {key: value for key, value in shown.items() if value not in (None, "")}
 
 
 _current: ContextVar[RpcRecord] = ContextVar("rpc_record")

@@ -256,6 +256,18 @@ async def test_another_keys_slot_cannot_be_erased() -> None:
     assert own.erased_tokens == 4
 
 
+async def test_the_admin_key_erases_what_a_users_key_left() -> None:
+    def key(name: str) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {name}"),)
+
+    async with serving(api_keys=("user",), admin_key="root") as it:
+        request = GenerateRequest(text="abc", slot_id=1, max_tokens=1)
+        await it.collect(request, metadata=key("user"))
+        erase = slot_pb2.EraseSlotRequest(slot_id=1)
+        erased = await it.slots.EraseSlot(erase, metadata=key("root"))
+    assert erased.erased_tokens == 4
+
+
 async def test_a_prompt_of_another_key_is_never_reused() -> None:
     request = GenerateRequest(text="the same prompt", slot_id=1, max_tokens=1)
     async with serving(api_keys=("a", "b")) as it:

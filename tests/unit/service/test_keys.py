@@ -35,6 +35,8 @@ def test_an_admin_key_splits_the_rights() -> None:
     ring = KeyRing(["user"], "root")
     assert ring.judge("user").access is Access.USER
     assert ring.judge("root").access is Access.ADMIN
+    assert ring.judge("root").owns_all
+    assert not ring.judge("user").owns_all
 
 
 def test_an_admin_key_alone_leaves_ordinary_calls_open() -> None:

@@ -129,6 +129,12 @@ def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
         _service("--api-key-file", str(tmp_path / "none"))
 
 
+@pytest.mark.parametrize("empty", ["", " ", ","])
+def test_a_key_flag_must_hold_a_key(empty: str) -> None:
+    with pytest.raises(FlagError, match="--api-key: holds no key"):
+        _service("--api-key", empty)
+
+
 def test_secrets_do_not_show_in_a_printed_options() -> None:
     text = repr(_service("--api-key", "s3cret", "--admin-key", "adm1n", "-hft", "t0ken"))
     assert not any(secret in text for secret in ("s3cret", "adm1n", "t0ken"))
