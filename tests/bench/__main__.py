@@ -23,10 +23,11 @@ def main() -> int:
     """Runs everything; returns the exit status."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--model", type=Path, help="a GGUF file (default: SmolLM2)")
+    parser.add_argument("--kernels", default="auto", help="native or xla (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="repetitions of each figure")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
-    figures = measure(arguments.model or default_model(), arguments.runs)
+    figures = measure(arguments.model or default_model(), arguments.kernels, arguments.runs)
     width = max(len(name) for name in figures)
     for name, value in figures.items():
         print(f"{name:{width}}  {value:10.2f}")
@@ -44,21 +45,21 @@ def default_model() -> Path:
     )
 
 
-def measure(model: Path, runs: int) -> dict[str, float]:
+def measure(model: Path, kernels: str, runs: int) -> dict[str, float]:
     """All figures of one model by name."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as cache:
         cold: list[float] = []
         for run in range(runs):
-            with Server(model, compile_cache=f"{cache}/{run}") as server:
+            with Server(model, compile_cache=f"{cache}/{run}", kernels=kernels) as server:
                 cold.append(server.ready_s)
         figures["ready, empty compile cache (s)"] = statistics.median(cold)
         warm: list[float] = []
         for _ in range(runs):
-            with Server(model, compile_cache=f"{cache}/0") as server:
+            with Server(model, compile_cache=f"{cache}/0", kernels=kernels) as server:
                 warm.append(server.ready_s)
         figures["ready, warm compile cache (s)"] = statistics.median(warm)
-        with Server(model, compile_cache=f"{cache}/0") as server:
+        with Server(model, compile_cache=f"{cache}/0", kernels=kernels) as server:
             for streams in (1, 8):
                 rates = [decode_rate(server, streams) for _ in range(runs)]
                 figures[f"decode, {streams} streams (tokens/s)"] = statistics.median(rates)

@@ -19,16 +19,19 @@ _READY_LIMIT_S = 300.0
 class Server:
     """Started at construction; `ready_s` is the time to the first 200 of /health."""
 
-    def __init__(self, model: Path, *, compile_cache: str, slots: int = 8) -> None:
+    def __init__(
+        self, model: Path, *, compile_cache: str, kernels: str = "auto", slots: int = 8
+    ) -> None:
         """Starts it and waits until it is ready.
 
         Raises:
             RuntimeError: It ended or did not become ready.
         """
-        self.port = _free_port()
+        self.port, self._metrics_port = _free_port(), _free_port()
         command = [sys.executable, "-m", "service.launcher", "-m", str(model)]
         command += ["--port", str(self.port), "-c", "4096", "-np", str(slots), "-kvu"]
-        command += ["--compile-cache", compile_cache, "--metrics", "--log-disable"]
+        command += ["--compile-cache", compile_cache, "--log-disable"]
+        command += ["--metrics-port", str(self._metrics_port), "--kernels", kernels]
         started_s = time.monotonic()
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
@@ -49,9 +52,10 @@ class Server:
                 time.sleep(0.02)
         raise RuntimeError(f"not ready after {_READY_LIMIT_S} s")
 
-    def get(self, path: str) -> bytes:
-        """The body of a GET."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
+    def get(self, path: str, *, port: int | None = None) -> bytes:
+        """The body of a GET, from the gateway unless another port is named."""
+        url = f"http://127.0.0.1:{port or self.port}{path}"
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return reply.read()
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +73,8 @@ class Server:
         return int(line.split()[1]) * 1024
 
     def pool_bytes(self) -> int:
-        """Bytes of all pools, from the metrics."""
-        lines = self.get("/metrics").decode().splitlines()
+        """Bytes of all pools, from the service's metrics."""
+        lines = self.get("/metrics", port=self._metrics_port).decode().splitlines()
         return sum(
             int(float(line.split()[-1])) for line in lines if line.startswith("kvarts_pool_bytes{")
         )
