@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import msgspec
 
+from gateway import flag_values as read
 from gateway.options import GatewayOptions
 
 
@@ -21,19 +21,24 @@ class FlagError(ValueError):
     """A command line that cannot be understood."""
 
 
+_MAX_SHOWN = 80
 _SUMMARY = """A llama.cpp-compatible REST gateway in front of a Kvarts service, whose --service is required.
 The command line wins over a variable."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag and the option it fills. Without `convert` it takes no value and means `present`."""
+    """One flag and the option it fills. Without `convert` it takes no value and means `present`.
+
+    `convert` raises ValueError with what is allowed; the text of an `is_secret` flag is not shown.
+    """
 
     names: tuple[str, ...]
     option: str
     help: str
     convert: Callable[[str], Any] | None = None
     present: bool = True
+    is_secret: bool = False
 
     @property
     def variable(self) -> str:
@@ -41,69 +46,93 @@ class Flag:
         return "KVARTS_" + self.names[-1].lstrip("-").replace("-", "_").upper()
 
 
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
-def _keys_of_file(path: str) -> tuple[str, ...]:
-    lines = (line.strip() for line in Path(path).read_text().splitlines())
-    return tuple(line for line in lines if line and not line.startswith("#"))
-
-
-def _prefix(text: str) -> str:
-    prefix = text.rstrip("/")
-    if prefix and not prefix.startswith("/"):
-        raise ValueError("must start with /")
-    return prefix
-
-
-def _truth(text: str) -> bool:
-    if text.lower() in ("on", "enabled", "true", "1"):
-        return True
-    if text.lower() in ("off", "disabled", "false", "0"):
-        return False
-    raise ValueError("must be on or off")
-
-
-def _object(text: str) -> dict[str, Any]:
-    return msgspec.json.decode(text, type=dict[str, Any])
-
-
 FLAGS: tuple[Flag, ...] = (
-    Flag(("--service",), "service", "address of the service: HOST:PORT or unix:/PATH", str),
-    Flag(("--service-ca-file",), "service_ca_file", "PEM authorities of the service: use TLS", str),
-    Flag(("--service-cert-file",), "service_cert_file", "PEM certificate shown to it", str),
-    Flag(("--service-key-file",), "service_key_file", "PEM private key of that certificate", str),
-    Flag(("--service-key",), "service_key", "API key for the gateway's own calls", str),
-    Flag(("--host",), "hosts", "addresses, comma separated; NAME.sock is a Unix socket", _list),
-    Flag(("--port",), "port", "TCP port; 0 lets the system choose", int),
-    Flag(("--api-key",), "api_keys", "keys that open the routes, comma separated", _list),
+    Flag(
+        ("--service",),
+        "service",
+        "address of the service: HOST:PORT or unix:/PATH",
+        read.service_address,
+    ),
+    Flag(
+        ("--service-ca-file",),
+        "service_ca_file",
+        "PEM authorities of the service: use TLS",
+        read.readable_file,
+    ),
+    Flag(
+        ("--service-cert-file",),
+        "service_cert_file",
+        "PEM certificate shown to it",
+        read.readable_file,
+    ),
+    Flag(
+        ("--service-key-file",),
+        "service_key_file",
+        "PEM private key of that certificate",
+        read.readable_file,
+    ),
+    Flag(
+        ("--service-key",),
+        "service_key",
+        "API key for the gateway's own calls",
+        read.service_key,
+        is_secret=True,
+    ),
+    Flag(
+        ("--host",), "hosts", "addresses, comma separated; NAME.sock is a Unix socket", read.hosts
+    ),
+    Flag(("--port",), "port", "TCP port; 0 lets the system choose", read.integer(0, read.MAX_PORT)),
+    Flag(
+        ("--api-key",),
+        "api_keys",
+        "keys that open the routes, comma separated",
+        read.keys,
+        is_secret=True,
+    ),
     Flag(
         ("--api-key-file",),
         "api_keys",
         "file with one key a line; # starts a comment",
-        _keys_of_file,
+        read.keys_of_file,
     ),
-    Flag(("--api-prefix",), "api_prefix", "path prefix of every route", _prefix),
-    Flag(("--path",), "static_path", "directory served below /", str),
-    Flag(("-to", "--timeout"), "timeout_s", "longest silence of a client, s", int),
-    Flag(("--shutdown-timeout",), "shutdown_timeout_s", "time to end after a signal, s", float),
+    Flag(("--api-prefix",), "api_prefix", "path prefix of every route", read.prefix),
+    Flag(("--path",), "static_path", "directory served below /", read.folder),
+    Flag(("-to", "--timeout"), "timeout_s", "longest silence of a client, s", read.integer(1)),
     Flag(
-        ("--sse-ping-interval",), "sse_ping_interval_s", "silence before a ping, s; 0 is never", int
+        ("--shutdown-timeout",),
+        "shutdown_timeout_s",
+        "time to end after a signal, s",
+        read.number(0, 86400),
     ),
-    Flag(("--cors-origins",), "cors_origins", "allowed origin, * or localhost", str),
-    Flag(("--cors-methods",), "cors_methods", "allowed methods", str),
-    Flag(("--cors-headers",), "cors_headers", "allowed headers", str),
-    Flag(("--cors-credentials",), "cors_credentials", "on or off", _truth),
+    Flag(
+        ("--sse-ping-interval",),
+        "sse_ping_interval_s",
+        "silence before a ping, s; 0 is never",
+        read.integer(-1),
+    ),
+    Flag(("--cors-origins",), "cors_origins", "allowed origin, * or localhost", read.header),
+    Flag(("--cors-methods",), "cors_methods", "allowed methods", read.header),
+    Flag(("--cors-headers",), "cors_headers", "allowed headers", read.header),
+    Flag(("--cors-credentials",), "cors_credentials", "on or off", read.truth),
     Flag(("--metrics",), "has_metrics", "serve /metrics"),
     Flag(("--props",), "has_props", "accept POST /props"),
     Flag(("--no-slots",), "has_slots", "do not serve GET /slots", present=False),
     Flag(("--no-ui",), "has_ui", "no page at /", present=False),
-    Flag(("--ssl-cert-file",), "ssl_cert_file", "PEM certificate chain: speak HTTPS", str),
-    Flag(("--ssl-key-file",), "ssl_key_file", "PEM private key of that chain", str),
-    Flag(("--ssl-client-ca-file",), "ssl_client_ca_file", "PEM authorities for clients", str),
-    Flag(("-a", "--alias"), "aliases", "names of the model, comma separated", _list),
-    Flag(("--tags",), "tags", "tags of the model, comma separated", _list),
+    Flag(
+        ("--ssl-cert-file",),
+        "ssl_cert_file",
+        "PEM certificate chain: speak HTTPS",
+        read.readable_file,
+    ),
+    Flag(("--ssl-key-file",), "ssl_key_file", "PEM private key of that chain", read.readable_file),
+    Flag(
+        ("--ssl-client-ca-file",),
+        "ssl_client_ca_file",
+        "PEM authorities for clients",
+        read.readable_file,
+    ),
+    Flag(("-a", "--alias"), "aliases", "names of the model, comma separated", read.items),
+    Flag(("--tags",), "tags", "tags of the model, comma separated", read.items),
     Flag(("--no-jinja",), "use_jinja", "built-in chat formats only", present=False),
     Flag(
         ("--no-prefill-assistant",),
@@ -111,10 +140,20 @@ FLAGS: tuple[Flag, ...] = (
         "close a last message of the assistant instead of continuing it",
         present=False,
     ),
-    Flag(("--chat-template-kwargs",), "chat_template_kwargs", "template variables, JSON", _object),
+    Flag(
+        ("--chat-template-kwargs",),
+        "chat_template_kwargs",
+        "template variables, JSON",
+        read.json_object,
+    ),
     Flag(("-v", "--verbose"), "is_verbose", "answers carry __verbose"),
-    Flag(("--log-format",), "log_format", "text or json", str),
-    Flag(("--log-level",), "log_level", "debug, info, warning, error or off", str),
+    Flag(("--log-format",), "log_format", "text or json", read.choice("text", "json")),
+    Flag(
+        ("--log-level",),
+        "log_level",
+        "debug, info, warning, error or off",
+        read.choice("debug", "info", "warning", "error", "off"),
+    ),
 )
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(GatewayOptions)}
@@ -129,15 +168,16 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> GatewayOp
     values: dict[str, Any] = {}
     given = vars(_parser().parse_args(list(arguments)))
     for flag in FLAGS:
-        text = environment.get(flag.variable, "").strip()
+        text = environment.get(flag.variable)
         if text and given.get(flag.variable) is None:
-            values[flag.option] = _value(flag, text, from_variable=True)
+            values[flag.option] = _value(flag, text.strip(), from_variable=True)
     for flag in FLAGS:
         text = given.get(flag.variable)
         if text is not None:
             values[flag.option] = _value(flag, text, from_variable=False)
     if "service" not in values:
         raise FlagError("--service: the address of the service is required")
+    _check_together(values)
     try:
         return msgspec.convert(values, GatewayOptions, strict=True)
     except msgspec.ValidationError as error:
@@ -183,6 +223,23 @@ def _value(flag: Flag, text: str, *, from_variable: bool) -> Any:
     try:
         if flag.convert is not None:
             return flag.convert(text)
-        return flag.present if _truth(text) else not flag.present
-    except (ValueError, OSError) as error:
-        raise FlagError(f"{name}: {text!r}: {error}") from error
+        return flag.present if read.truth(text) else not flag.present
+    except ValueError as error:
+        shown = "" if flag.is_secret else f" {text[:_MAX_SHOWN]!r}"
+        raise FlagError(f"{name}{shown}: {error}") from error
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    """Refuses files that would do nothing without another.
+
+    Raises:
+        FlagError: naming what is missing.
+    """
+    if ("service_cert_file" in values) != ("service_key_file" in values):
+        raise FlagError("--service-cert-file and --service-key-file: each needs the other")
+    if "service_cert_file" in values and "service_ca_file" not in values:
+        raise FlagError("--service-cert-file: needs --service-ca-file")
+    if ("ssl_cert_file" in values) != ("ssl_key_file" in values):
+        raise FlagError("--ssl-cert-file and --ssl-key-file: each needs the other")
+    if "ssl_client_ca_file" in values and "ssl_cert_file" not in values:
+        raise FlagError("--ssl-client-ca-file: needs --ssl-cert-file and --ssl-key-file")

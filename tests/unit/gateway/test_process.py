@@ -82,8 +82,9 @@ async def test_unix_sockets(service: FakeService, tmp_path: Path):
     [
         (("--no-such-flag",), "--no-such-flag"),
         ((), "--service: the address of the service is required"),
-        (("--service", "x", "--port", "many"), "--port: 'many'"),
-        (("--service", "x", "--host", "127.0.0.1,::1", "--port", "0"), "--port 0"),
+        (("--service", "a:1", "--port", "99999"), "--port '99999'"),
+        (("--service", "a:1", "--api-key", ""), "--api-key: holds no key"),
+        (("--service", "a:1", "--host", "127.0.0.1,::1", "--port", "0"), "--port 0"),
     ],
 )
 async def test_what_cannot_start_exits_1_with_one_line(arguments: tuple[str, ...], message: str):
