@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from gateway import flags, listeners, logs
 from gateway.accept_faults import AcceptFaults
 from gateway.app import make_app
+from gateway.exposure import exposure_warning
 from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
 from gateway.protocol import BoundedHttpProtocol
 from gateway.service import connect
@@ -58,6 +59,10 @@ def main() -> None:
     try:
         options = _options(arguments, is_child=is_child)
         logs.configure(options.log_format, options.log_level)
+        # A parent warns of its gateway's addresses itself.
+        warning = None if is_child else exposure_warning(options)
+        if warning:
+            sys.stderr.write(warning + "\n")
         asyncio.run(_serve(options, is_child=is_child))
     except (flags.FlagError, OSError, ValueError) as error:
         sys.stderr.write(f"kvarts-gateway: {error}\n")

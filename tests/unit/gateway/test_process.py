@@ -96,6 +96,26 @@ async def test_what_cannot_start_exits_1_with_one_line(arguments: tuple[str, ...
     assert error.count(b"\n") == 1
 
 
+async def test_an_open_gateway_says_so_unless_its_parent_does(service: FakeService):
+    address = await service.start()
+    process = await spawn("--service", address, "--host", "0.0.0.0", "--port", "0")
+    assert process.stderr is not None
+    lines = [(await process.stderr.readline()).decode() for _ in range(5)]
+    assert "0.0.0.0 can be reached from other machines" in lines[1]
+    await listening(process)
+    process.kill()
+    await process.wait()
+
+    child = await spawn("--options-stdin")
+    assert child.stdin is not None
+    options = GatewayOptions(service=address, hosts=("0.0.0.0",), port=0)
+    child.stdin.write(encode_options(options))
+    await child.stdin.drain()
+    await listening(child)
+    child.stdin.close()
+    assert await child.wait() == 0
+
+
 def test_every_option_has_a_flag():
     options = {flag.option for flag in flags.FLAGS}
     assert options == set(GatewayOptions.__struct_fields__)
