@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.05
 # Between two warnings of the same cause, while tries go on at that pace.
 _REMIND_S = 60.0
+# Without a connection for so long, the address may be wrong; looked at every so often.
+_PATIENCE_S = 5.0
+_LOOK_S = 1.0
 _KEY_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _KEY_HINT = "; --service-key must be a key of the service"
 
@@ -45,7 +48,7 @@ class _Refusal(Exception):
 class Readiness:
     """Holds the facts while the service is ready, and None while it loads, rebuilds or is gone.
 
-    `clock` is monotonic, in seconds; it only spaces out warnings.
+    `clock` is monotonic, in seconds, and `pause` sleeps for seconds; they only space out warnings.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Readiness:
         service: Service,
         options: GatewayOptions,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._service = service
         self._options = options
         self._clock = clock
+        self._pause = pause
         self._facts: Facts | None = None
-        self._warned_at_s: dict[tuple[str, grpc.StatusCode], float] = {}
+        self._warned_at_s: dict[object, float] = {}
 
     @property
     def facts(self) -> Facts | None:
@@ -67,14 +72,34 @@ class Readiness:
 
     async def watch(self) -> None:
         """Follows the service until cancelled; a service that comes back is found again."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._remind())
+
+    async def _follow(self) -> None:
         while True:
             try:
                 async for is_serving in self._health():
                     self._facts = await self._gather() if is_serving else None
             except _Refusal as refusal:
                 self._report(refusal)
+            except Exception as error:
+                # Ending here would leave a gateway that says "Loading model" for ever.
+                if self._is_due(type(error)):
+                    _LOG.exception("not ready: an unexpected fault; trying again")
             self._facts = None
             await asyncio.sleep(_RETRY_S)
+
+    async def _remind(self) -> None:
+        """Says whom the gateway is waiting for: a service that is not there refuses nothing."""
+        connected_at_s = self._clock()
+        while True:
+            await self._pause(_LOOK_S)
+            now_s = self._clock()
+            if self._service.channel.get_state() is grpc.ChannelConnectivity.READY:
+                connected_at_s = now_s
+            elif now_s - connected_at_s >= _PATIENCE_S and self._is_due("no connection"):
+                _LOG.warning("still waiting for the service at %s", self._options.service)
 
     async def _health(self) -> AsyncIterator[bool]:
         # The health package has no types.
@@ -107,12 +132,18 @@ class Readiness:
         if code is grpc.StatusCode.UNAVAILABLE:
             _LOG.debug("the service is away: %s", text)
             return
-        cause, now_s = (refusal.call, code), self._clock()
-        if now_s - self._warned_at_s.get(cause, -math.inf) < _REMIND_S:
+        if not self._is_due((refusal.call, code)):
             return
-        self._warned_at_s[cause] = now_s
         hint = _KEY_HINT if code in _KEY_CODES else ""
         _LOG.warning("not ready: %s answers %s: %s%s", refusal.call, code.name, text, hint)
+
+    def _is_due(self, cause: object) -> bool:
+        """Whether to warn of a cause now; the answer yes counts as having warned."""
+        now_s = self._clock()
+        if now_s - self._warned_at_s.get(cause, -math.inf) < _REMIND_S:
+            return False
+        self._warned_at_s[cause] = now_s
+        return True
 
 
 async def _named(name: str, call: Awaitable[T]) -> T:

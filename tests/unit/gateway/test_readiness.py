@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
 
+from gateway import readiness as readiness_module
+from gateway.facts import Facts, gather
 from gateway.options import GatewayOptions
 from gateway.readiness import Readiness
 from gateway.service import connect
@@ -115,3 +119,75 @@ async def test_a_service_that_is_away_is_nothing_to_warn_of(
     async with watching(service):
         await tried(service, "GetModel")
     assert warnings(caplog) == []
+
+
+def step_by(clock: Clock, enough: asyncio.Event) -> Callable[[float], Awaitable[None]]:
+    """A pause that passes at once by the clock, until it has passed often enough."""
+
+    async def pause(seconds: float) -> None:
+        if clock.now_s >= 1130:
+            enough.set()
+            await asyncio.Event().wait()
+        clock.now_s += seconds
+        await asyncio.sleep(0)
+
+    return pause
+
+
+class _At(logging.Handler):
+    """Notes when a line was logged."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(logging.WARNING)
+        self.clock = clock
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((self.clock.now_s - Clock.now_s, record.getMessage()))
+
+
+async def test_a_service_without_a_connection_is_told_after_5_s_and_once_a_minute():
+    clock, enough = Clock(), asyncio.Event()
+    # Bound and not listening: a connection is refused, and nobody else gets the port.
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        options = GatewayOptions(service=address)
+        connected = connect(options)
+        readiness = Readiness(connected, options, clock, step_by(clock, enough))
+        noted = _At(clock)
+        logger = logging.getLogger("gateway.readiness")
+        logger.addHandler(noted)
+        task = asyncio.create_task(readiness.watch())
+        try:
+            async with asyncio.timeout(30):
+                await enough.wait()
+        finally:
+            logger.removeHandler(noted)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await connected.channel.close()
+    told = f"still waiting for the service at {address}"
+    assert noted.lines == [(5, told), (65, told), (125, told)]
+
+
+async def test_an_unexpected_fault_is_told_once_and_does_not_end_the_watch(
+    service: FakeService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    is_broken = True
+
+    def gather_or_fail(*told: Any) -> Facts:
+        if is_broken:
+            raise KeyError("a fact that is not there")
+        return gather(*told)
+
+    monkeypatch.setattr(readiness_module, "gather", gather_or_fail)
+    async with watching(service) as readiness:
+        await tried(service, "GetServerInfo")
+        assert readiness.facts is None
+        assert warnings(caplog) == ["not ready: an unexpected fault; trying again"]
+        assert "a fact that is not there" in caplog.text
+        is_broken = False
+        # There is nothing to wait on but the answer itself.
+        while readiness.facts is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
