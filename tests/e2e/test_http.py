@@ -56,6 +56,21 @@ async def test_a_stream_says_what_one_answer_says(http: httpx.AsyncClient, sampl
     assert {key: seen[-1][key] for key in same} == {key: whole[key] for key in same}
 
 
+async def test_256_clients_are_served_or_told_when_to_come_back(
+    http: httpx.AsyncClient, server: Server
+) -> None:
+    body: Json = {"prompt": "the day", "n_predict": 32, "temperature": 0, "ignore_eos": True}
+    replies = await asyncio.gather(*(http.post("/completion", json=body) for _ in range(256)))
+    served = [reply for reply in replies if reply.status_code == 200]
+    refused = [reply for reply in replies if reply.status_code == 503]
+    assert len(served) + len(refused) == 256
+    assert len(served) >= NUM_SLOTS
+    assert {reply.json()["content"] for reply in served} == {await text_of(http, body)}
+    assert all(int(reply.headers["retry-after"]) > 0 for reply in refused)
+    assert {reply.headers["x-kvarts-reason"] for reply in refused} <= {"QUEUE_FULL"}
+    await server.rpc.idle()
+
+
 async def test_64_clients_on_8_slots_all_complete(http: httpx.AsyncClient, server: Server) -> None:
     before = (await server.rpc.info()).counters
     bodies: list[Json] = [
