@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,35 +26,7 @@ _VERBOSE = 10
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_SHOWN = 80
 
-_SAMPLING_FIELDS = (
-    "seed",
-    "temperature",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "repeat_last_n",
-    "repeat_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "adaptive_target",
-    "adaptive_decay",
-    "logit_bias",
-    "samplers",
-)
+_SAMPLING_FIELDS = frozenset(entry.name for entry in fields(SamplingParams))
 
 
 @dataclass(frozen=True)
