@@ -23,7 +23,8 @@ from jax import lax
 
 from engine.errors import InvalidField
 from engine.model.attention import BLOCK_TOKENS, KvPool
-from engine.model.decoder import StepInputs, forward
+from engine.model.context import StepInputs
+from engine.model.decoder import forward
 from engine.model.place import FULL, Place, num_units, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights

@@ -1,0 +1,81 @@
+"""What every block of a step shares: the tokens, the weights, and products with those weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from engine.kernels import native
+from engine.kernels.qmatmul import MatrixStack, qmatmuls
+from engine.model.spec import ModelSpec
+from engine.model.weights import LayerArrays, Weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInputs:
+    """Where each token goes and what each row may read; all int32.
+
+    The K kinds of pool are full (0) and, in models that have it, window (1). `tokens`, `positions`
+    and `offsets` are [N], `pages` is [K, N] (padding: token 0, position -1, page 0). `tables` is
+    [K, R, W] for D decode rows and, last, the chunk. `outputs` [R] indexes the tokens whose logits
+    are wanted, in the order of rows; `wants_logits` is a scalar, 0 if none are.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    offsets: jax.Array
+    pages: jax.Array
+    tables: jax.Array
+    outputs: jax.Array
+    wants_logits: jax.Array
+
+
+@dataclass(frozen=True)
+class Context:
+    """A step in a model. `turns` are cos and sin, f32 [ropes, N, dims // 2]."""
+
+    spec: ModelSpec
+    weights: Weights
+    step: StepInputs
+    num_decodes: int
+    turns: tuple[jax.Array, jax.Array]
+
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Root-mean-square norm over the last axis.
+
+        Source: Zhang and Sennrich 2019.
+        """
+        if self.weights.is_native:
+            return native.norm(x, weight, self.spec.norm_eps)
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return x * lax.rsqrt(mean_square + self.spec.norm_eps) * weight
+
+    def linear(
+        self, own: LayerArrays, name: str, x: jax.Array, biases: frozenset[str] = frozenset()
+    ) -> jax.Array:
+        """The projection of f32 [N, cols] by a layer's matrix; see `linears`."""
+        return self.linears(own, (name,), x, biases)[0]
+
+    def linears(
+        self,
+        own: LayerArrays,
+        names: tuple[str, ...],
+        x: jax.Array,
+        biases: frozenset[str] = frozenset(),
+    ) -> list[jax.Array]:
+        """Projections of one input, f32 [N, rows] each; matrices in `biases` add theirs."""
+        products = qmatmuls(self.weights.arena, [cast(MatrixStack, own[n]) for n in names], x)
+        return [
+            y + vector(own, f"{name}.bias") if name in biases else y
+            for name, y in zip(names, products, strict=True)
+        ]
+
+
+def vector(arrays: LayerArrays, name: str) -> jax.Array:
+    """A vector of a layer, or of the model."""
+    return cast(jax.Array, arrays[name])
