@@ -8,12 +8,12 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,22 @@ from engine.errors import InvalidField
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.context import StepInputs
 from engine.model.decoder import forward
+from engine.model.page_io import PageIo
 from engine.model.place import FULL, Place, num_units, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
-from engine.step import FloatArray, IntArray, PoolLost, RowLogits, SequenceWork, StepBatch
+from engine.step import (
+    FloatArray,
+    IntArray,
+    PageContent,
+    PageLayout,
+    PageRead,
+    PoolLost,
+    RowLogits,
+    SequenceWork,
+    StepBatch,
+)
+from engine.types import PoolKind
 
 NUM_CANDIDATES = 64
 _LANES = 128  # width of the first stage of the candidate search
@@ -141,6 +153,9 @@ class JaxRunner:
         self._spec = spec
         self._pool = _first_pool(spec, config)
         self._places = place_layers(spec, config.num_pages, config.num_window_pages)
+        self._page_io = PageIo(
+            self._pool, self._places, (config.num_pages, config.num_window_pages)
+        )
         self._num_kinds = 2 if spec.num_window_layers else 1
         self._weights = weights
         self._config = config
@@ -184,28 +199,32 @@ class JaxRunner:
         return [_Bucket(r, 0) for r in rows] + [_Bucket(rows[-1], c) for c in chunks]
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
-        """Compiles every bucket and runs the small ones once on padding.
+        """Compiles every bucket and the transfers of pages; runs the small ones once on padding.
 
         Args:
             progress: Called with (programs ready, programs in all).
             workers: Compilations at a time; tracing holds the interpreter, compiling does not.
         """
         buckets = self._buckets()
+        work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
+        work += self._page_io.compilations(self._pool)
         with ThreadPoolExecutor(workers) as pool:
-            for done, (bucket, program) in enumerate(
-                zip(buckets, pool.map(self._compile, buckets), strict=True), 1
-            ):
-                self._programs[bucket] = program
+            compiling = [pool.submit(one) for one in work]
+            for done, compiled in enumerate(compiling, 1):
+                compiled.result()
                 if progress:
-                    progress(done, len(buckets))
+                    progress(done, len(work))
         for bucket in buckets:
             if bucket.chunk > _CHUNK_BUCKETS[0]:
                 continue  # a long chunk takes as long on padding as on a prompt
             self._call(bucket, self._pack(bucket, StepBatch((), None)))
 
+    def _prepare(self, bucket: _Bucket) -> None:
+        self._programs[bucket] = self._compile(bucket)
+
     def _compile(self, bucket: _Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
         shape = _PackedShape(bucket, self._num_kinds, self._table_pages)
-        step = functools.partial(_step, self._spec, shape)
+        step = partial(_step, self._spec, shape)
         packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32)
         jitted = jax.jit(step, donate_argnums=2)
         return jitted.lower(self._weights, self._places, self._pool, packed).compile()
@@ -227,6 +246,45 @@ class JaxRunner:
             wanted = batch.chunk.wants_logits
             rows.append(_DeviceRow(outputs, bucket.rows, self._spec.vocab_size) if wanted else None)
         return rows
+
+    @property
+    def transfer_pages(self) -> int:
+        """See `engine.step.PageStore`, as for all four of these."""
+        return self._page_io.transfer_pages
+
+    def page_layout(self, kind: PoolKind) -> PageLayout:
+        """What a page of the kv or the swa pool holds."""
+        return self._page_io.layout(kind)
+
+    def read_pages(self, kind: PoolKind, page_ids: Sequence[int]) -> PageRead:
+        """Gathers whole pages on the device."""
+        return self._page_io.read(self._pool, kind, page_ids)
+
+    def write_pages(self, kind: PoolKind, page_ids: Sequence[int], content: PageContent) -> None:
+        """Fills pages from the host."""
+        self._change_pages(lambda pool: self._page_io.write(pool, kind, page_ids, content))
+
+    def copy_pages(self, kind: PoolKind, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole pages on the device."""
+        self._change_pages(lambda pool: self._page_io.copy(pool, kind, sources, targets))
+
+    def _change_pages(self, change: Callable[[KvPool], KvPool]) -> None:
+        given = self._pool
+        try:
+            self._pool = change(given)
+        except Exception as error:
+            self._check_pool(given, error)
+            raise
+
+    def _check_pool(self, given: KvPool, error: Exception) -> None:
+        """Starts with empty pools again if a failed program took the given ones with it.
+
+        Raises:
+            PoolLost: it did.
+        """
+        if given.keys.is_deleted() or given.values.is_deleted():
+            self._pool = _new_pool(self._spec, self._config)
+            raise PoolLost(f"a program took the pools with it: {error}") from error
 
     def _bucket_for(self, batch: StepBatch) -> _Bucket:
         if any(len(work.tokens) != 1 for work in batch.decodes):
@@ -254,10 +312,8 @@ class JaxRunner:
                 np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
             )
         except Exception as error:
-            if not (given.keys.is_deleted() or given.values.is_deleted()):
-                raise
-            self._pool = _new_pool(self._spec, self._config)
-            raise PoolLost(f"a step took the pools with it: {error}") from error
+            self._check_pool(given, error)
+            raise
         self._pool = pool
         return outputs
 

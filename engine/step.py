@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.types import PoolKind
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -90,7 +92,99 @@ class RowLogits(Protocol):
         ...
 
 
-class Runner(Protocol):
+@dataclass(frozen=True)
+class PageLayout:
+    """What one page of a pool holds: `num_layers` x `page_tokens` keys and values.
+
+    `key_shape` and `value_shape` are (heads, dim) of one token in one layer. `num_layers` may be 0.
+    """
+
+    num_layers: int
+    page_tokens: int
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int]
+    dtype: np.dtype[Any]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers of the pool."""
+        (heads, dim), (value_heads, value_dim) = self.key_shape, self.value_shape
+        return self.num_layers * (heads * dim + value_heads * value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """Keys and values of consecutive tokens, canonical: [layer, token, kv_head, dim].
+
+    Layers are those of one pool, in the model's order. Keys are rotated by their positions.
+    """
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens along the second axis."""
+        return self.keys.shape[1]
+
+
+class PageRead(Protocol):
+    """Pages that were gathered on the device and are on their way to the host."""
+
+    def wait(self) -> PageContent:
+        """Copies them to the host; any thread may call it, later steps change nothing in it.
+
+        Raises whatever the device raises.
+        """
+        ...
+
+
+class PageStore(Protocol):
+    """The pages of the device as content. Owned by the engine thread, called between steps only.
+
+    Page ids are those of the pool, 1 and up. Nothing compiles in any of these calls.
+    """
+
+    @property
+    def transfer_pages(self) -> int:
+        """The most pages of one read or write, so that a large state goes in pieces."""
+        ...
+
+    def page_layout(self, kind: PoolKind) -> PageLayout:
+        """What a page of the kv or the swa pool holds."""
+        ...
+
+    def read_pages(self, kind: PoolKind, page_ids: Sequence[int]) -> PageRead:
+        """Gathers whole pages, in this order, as they are after all earlier calls.
+
+        Raises:
+            ValueError: an id is outside the pool, or there are too many.
+        """
+        ...
+
+    def write_pages(self, kind: PoolKind, page_ids: Sequence[int], content: PageContent) -> None:
+        """Fills pages, in this order; of the last one what `content` lacks becomes 0.
+
+        The arrays may be reused when the call returns.
+
+        Raises:
+            ValueError: an id is outside the pool, there are too many, or the content's layers,
+                heads, type or length is not theirs; nothing was written.
+            PoolLost: as `Runner.run`.
+        """
+        ...
+
+    def copy_pages(self, kind: PoolKind, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole pages on the device; no target is also a source.
+
+        Raises:
+            ValueError: an id is outside the pool, or the lists do not fit each other.
+            PoolLost: as `Runner.run`.
+        """
+        ...
+
+
+class Runner(PageStore, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""
 
     @property

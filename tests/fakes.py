@@ -17,8 +17,17 @@ import numpy as np
 from engine.engine import Engine, EngineParts
 from engine.failpoints import Failpoints
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
-from engine.step import FloatArray, IntArray, PoolLost, RowLogits, SequenceWork, StepBatch
-from engine.types import EngineConfig, EventSink, Request
+from engine.step import (
+    FloatArray,
+    IntArray,
+    PageContent,
+    PageLayout,
+    PoolLost,
+    RowLogits,
+    SequenceWork,
+    StepBatch,
+)
+from engine.types import EngineConfig, EventSink, PoolKind, Request
 
 _UNWRITTEN = -1
 
@@ -125,6 +134,47 @@ def scripted(answer: Sequence[int], prompt_tokens: int) -> Callable[[Sequence[in
     return next_token
 
 
+# As `fake_shape` has them: layers by pool, and (heads, dim) of a token's keys and of its values.
+_LAYERS = {PoolKind.KV: 2, PoolKind.SWA: 1}
+_TOKEN_SHAPE = (2, 8)
+
+
+def pattern(tokens: IntArray, num_layers: int) -> PageContent:
+    """What the fake device holds for tokens: another number at every layer and head, exact in f16.
+
+    So content of another layer, head, token or of the other array is never taken for the right one.
+    """
+    heads, dim = _TOKEN_SHAPE
+    places = np.arange(num_layers * heads).reshape(num_layers, 1, heads, 1)
+    keys = tokens.reshape(1, -1, 1, 1) * 16 + places * 4 + np.zeros((1, 1, 1, dim))
+    return PageContent(keys.astype(np.float16), (-1 - keys).astype(np.float16))
+
+
+def tokens_of(content: PageContent) -> IntArray:
+    """The tokens that a pattern stands for, which must be whole."""
+    tokens = (content.keys[0, :, 0, 0] // 16).astype(np.int32)
+    expected = pattern(tokens, content.keys.shape[0])
+    assert np.array_equal(content.keys, expected.keys), "keys of no token"
+    assert np.array_equal(content.values, expected.values), "values of no token"
+    return tokens
+
+
+class FakeRead:
+    """Pages in flight: the host's arrays are zeros until `wait` copies them."""
+
+    def __init__(self, gathered: IntArray, num_layers: int) -> None:
+        self._gathered = gathered
+        self._num_layers = num_layers
+        shape = (num_layers, gathered.size, *_TOKEN_SHAPE)
+        self.host = PageContent(np.zeros(shape, np.float16), np.zeros(shape, np.float16))
+
+    def wait(self) -> PageContent:
+        content = pattern(self._gathered, self._num_layers)
+        np.copyto(self.host.keys, content.keys)
+        np.copyto(self.host.values, content.values)
+        return self.host
+
+
 @dataclass
 class FakeRunner:
     """Evaluates steps over its own page memory. Wrong work is an assertion, not a wrong answer.
@@ -149,9 +199,54 @@ class FakeRunner:
     on_run: Callable[[StepBatch], None] | None = None
     batches: list[StepBatch] = field(default_factory=list[StepBatch])
     keep_batches: bool = False
+    transfer_pages: int = 2
+    fail_transfer_with: Exception | None = None
 
     def __post_init__(self) -> None:
         self._forget()
+
+    def page_layout(self, kind: PoolKind) -> PageLayout:
+        num_layers = _LAYERS[kind] if kind is PoolKind.KV or self.window is not None else 0
+        dtype = np.dtype(np.float16)
+        return PageLayout(num_layers, self.page_tokens, _TOKEN_SHAPE, _TOKEN_SHAPE, dtype)
+
+    def read_pages(self, kind: PoolKind, page_ids: Sequence[int]) -> FakeRead:
+        memory = self._pool(kind, page_ids)
+        assert len(page_ids) <= self.transfer_pages
+        self._fail_transfer(kind, ())
+        return FakeRead(memory[list(page_ids)].reshape(-1), _LAYERS[kind])
+
+    def write_pages(self, kind: PoolKind, page_ids: Sequence[int], content: PageContent) -> None:
+        memory = self._pool(kind, page_ids)
+        assert len(page_ids) <= self.transfer_pages
+        assert (len(page_ids) - 1) * self.page_tokens < content.num_tokens
+        assert content.num_tokens <= len(page_ids) * self.page_tokens
+        tokens = tokens_of(content)
+        self._fail_transfer(kind, page_ids)
+        whole = np.full(len(page_ids) * self.page_tokens, _UNWRITTEN, np.int32)
+        whole[: len(tokens)] = tokens
+        memory[list(page_ids)] = whole.reshape(len(page_ids), -1)
+
+    def copy_pages(self, kind: PoolKind, sources: Sequence[int], targets: Sequence[int]) -> None:
+        memory = self._pool(kind, [*sources, *targets])
+        assert len(sources) == len(targets)
+        assert not set(sources) & set(targets)
+        self._fail_transfer(kind, targets)
+        memory[list(targets)] = memory[list(sources)]
+
+    def _pool(self, kind: PoolKind, page_ids: Sequence[int]) -> IntArray:
+        size = self.num_pages if kind is PoolKind.KV else self.num_window_pages
+        assert all(1 <= page_id <= size for page_id in page_ids), page_ids
+        return self._memory if kind is PoolKind.KV else self._window_memory
+
+    def _fail_transfer(self, kind: PoolKind, changed: Sequence[int]) -> None:
+        error, self.fail_transfer_with = self.fail_transfer_with, None
+        if error is None:
+            return
+        if isinstance(error, PoolLost):
+            self._forget()
+        self._pool(kind, changed)[list(changed)] = _UNWRITTEN
+        raise error
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Checks and evaluates a step."""

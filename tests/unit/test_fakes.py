@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine.step import PoolLost, SequenceWork, StepBatch
-from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits
+from engine.step import PageContent, PoolLost, SequenceWork, StepBatch
+from engine.types import PoolKind
+from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits, tokens_of
 
 
 def work(
@@ -123,3 +124,37 @@ def test_text_comes_back_whole() -> None:
     released = [text.push(tokenizer.piece(token)).text for token in tokens]
     assert released == ["", "a", "", "", "€", ""]
     assert text.unsent() == "\n"
+
+
+def test_pages_are_zeros_on_the_host_until_they_were_copied() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6, 7], [3, 1]))
+    read = runner.read_pages(PoolKind.KV, [3, 1])
+    assert not read.host.keys.any()
+    assert not read.host.values.any()
+    run(runner, work([9], [3]))  # what was gathered is what the pages held then
+    assert tokens_of(read.wait()).tolist() == [5, 6, 7, -1]
+
+
+def test_pages_that_were_written_or_copied_can_be_gone_on_from() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6, 7], [3, 1]))
+    content = runner.read_pages(PoolKind.KV, [3, 1]).wait()
+    runner.write_pages(PoolKind.KV, [2, 4], PageContent(content.keys[:, :3], content.values[:, :3]))
+    (row,) = runner.run(StepBatch((work([8], [2, 4], start=3),), None))
+    assert row is not None
+    assert np.array_equal(row.full(), hashed_logits([5, 6, 7, 8], runner.vocab_size))
+    runner.copy_pages(PoolKind.KV, [4], [1])
+    (row,) = runner.run(StepBatch((work([9], [3, 1, 2], start=4),), None))
+    assert row is not None
+    assert np.array_equal(row.full(), hashed_logits([5, 6, 7, 8, 9], runner.vocab_size))
+
+
+def test_content_of_another_layer_is_a_mistake() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6], [3]))
+    content = runner.read_pages(PoolKind.KV, [3]).wait()
+    with pytest.raises(AssertionError, match="keys of no token"):
+        runner.write_pages(PoolKind.KV, [1], PageContent(content.keys[::-1], content.values))
+    with pytest.raises(AssertionError, match="values of no token"):
+        runner.write_pages(PoolKind.KV, [1], PageContent(content.keys, content.values * 0))

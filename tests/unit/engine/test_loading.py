@@ -94,7 +94,9 @@ def test_a_file_answers_as_the_definition_does(tmp_path: Path, is_split: bool) -
     assert weights + programs == calls, "weights first, then programs"
     assert [call.done for call in weights] == sorted(call.done for call in weights)
     assert weights[-1].done == weights[-1].total > 0
-    assert [(call.done, call.total) for call in programs] == [(1, 2), (2, 2)]
+    total = len(programs)
+    assert total >= 2, "steps with and without a chunk"
+    assert [(c.done, c.total) for c in programs] == [(n, total) for n in range(1, total + 1)]
 
     engine = weakref.ref(loaded.engine)
     del loaded

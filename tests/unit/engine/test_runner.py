@@ -20,6 +20,7 @@ from engine import runner as runner_module
 from engine.errors import InvalidField
 from engine.runner import NUM_CANDIDATES, JaxRunner
 from engine.step import PoolLost, RowLogits, SequenceWork, StepBatch
+from engine.types import PoolKind
 from tests.ggufs import (
     TinyLlama,
     add_llama_keys,
@@ -288,9 +289,10 @@ def test_nothing_compiles_after_the_warm_up(runner: JaxRunner) -> None:
 
 
 def test_the_warm_up_tells_how_far_it_is(runner: JaxRunner, warm_up: list[object]) -> None:
-    assert warm_up == [(1, 3), (2, 3), (3, 3)]
-    assert len(runner.buckets()) == 3
-    assert runner.compiles >= 3
+    total = len(warm_up)
+    assert warm_up == [(done, total) for done in range(1, total + 1)]
+    assert total > len(runner.buckets()) == 3, "pages are read, written and copied too"
+    assert runner.compiles >= total
 
 
 def test_steps_write_into_the_pool_in_place(runner: JaxRunner) -> None:
@@ -362,6 +364,56 @@ def test_a_step_that_fails_with_the_pools_leaves_a_runner_that_can_go_on(
     after = prefill(runner, lane(0), tokens(20), MAX_CHUNK).full()
     np.testing.assert_array_equal(after, expected)
     assert runner.compiles == compiles
+
+
+# Pages.
+
+
+def move(runner: JaxRunner, sources: list[int], targets: list[int]) -> None:
+    """Carries pages through the host, piece by piece."""
+    step = runner.transfer_pages
+    for first in range(0, len(sources), step):
+        content = runner.read_pages(PoolKind.KV, sources[first : first + step]).wait()
+        runner.write_pages(PoolKind.KV, targets[first : first + step], content)
+
+
+def test_a_sequence_goes_on_in_the_pages_that_it_was_carried_to(runner: JaxRunner) -> None:
+    cold, there = lane(0), lane(3)
+    prefill(runner, cold, tokens(40), MAX_CHUNK)
+    compiles = runner.compiles
+    move(runner, list(cold.pages[:3]), list(there.pages[:3]))
+    copied = Lane(lane(5).pages, list(cold.held))
+    runner.copy_pages(PoolKind.KV, cold.pages[:3], copied.pages[:3])
+    there.held += cold.held
+    expected = only(decode(runner, cold.work([5]))).full()
+    for warm in (there, copied):
+        np.testing.assert_array_equal(only(decode(runner, warm.work([5]))).full(), expected)
+    assert runner.compiles == compiles
+
+
+def test_a_write_that_fails_with_the_pools_leaves_a_runner_that_can_go_on(
+    runner: JaxRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill(runner, lane(0), tokens(20), MAX_CHUNK)
+    content = runner.read_pages(PoolKind.KV, [1]).wait()
+    page_io = cast(Any, runner)._page_io
+    write = page_io.write
+
+    def fail(*given: object) -> object:
+        write(*given)
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_io, "write", fail)
+        with pytest.raises(PoolLost, match="the device is gone"):
+            runner.write_pages(PoolKind.KV, [2], content)
+    assert not runner.read_pages(PoolKind.KV, [1]).wait().keys.any()
+
+
+def test_a_bad_page_id_changes_nothing(runner: JaxRunner) -> None:
+    with pytest.raises(ValueError, match=r"page ids 41\.\.41 of a kv pool of 40"):
+        runner.copy_pages(PoolKind.KV, [1], [NUM_PAGES + 1])
+    assert runner.page_layout(PoolKind.KV).num_layers == TinyLlama().num_layers
 
 
 def compile_something(length: int) -> None:
