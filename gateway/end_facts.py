@@ -45,7 +45,7 @@ async def ask(
     stops = dict.fromkeys(stop for job in jobs for stop in _counted_stops(job))
 
     async def prompt_text(prompt: tuple[int, ...]) -> str:
-        request = tokenization_pb2.DetokenizeRequest(token_ids=prompt, render_special=True)
+        request = tokenization_pb2.DetokenizeRequest(token_ids=prompt, as_prompt=True)
         call = service.tokenization.Detokenize(request, metadata=metadata)
         return (await answer(call)).text
 

@@ -133,6 +133,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(("-a", "--alias"), "aliases", "names of the model, comma separated", read.items),
     Flag(("--tags",), "tags", "tags of the model, comma separated", read.items),
+    Flag(
+        ("-b", "--batch-size"),
+        "batch_tokens",
+        "tokens that the halves of an infill share",
+        read.integer(1),
+    ),
+    Flag(("--spm-infill",), "spm_infill", "an infill has its suffix first"),
     Flag(("--no-jinja",), "use_jinja", "built-in chat formats only", present=False),
     Flag(
         ("--no-prefill-assistant",),

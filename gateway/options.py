@@ -45,6 +45,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         ssl_client_ca_file: PEM authorities for client certificates; set, clients must have one.
         aliases: names of the model; the first is shown. Empty: the service's own name for it.
         tags: shown in the model card, without effect.
+        batch_tokens: llama-server's logical batch, which shares out the halves of an infill.
+        spm_infill: an infill has its suffix first.
         use_jinja: chat goes through the model's template; False refuses tools.
         prefill_assistant: a last message of the assistant is continued instead of closed.
         chat_template_kwargs: default extra variables of the chat template.
@@ -79,6 +81,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ssl_client_ca_file: str | None = None
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    batch_tokens: int = 2048
+    spm_infill: bool = False
     use_jinja: bool = True
     prefill_assistant: bool = True
     chat_template_kwargs: dict[str, Any] = {}

@@ -84,7 +84,12 @@ def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
 
 
 async def tokenize_all(
-    service: Service, prompts: Sequence[Prompt], metadata: Metadata
+    service: Service,
+    prompts: Sequence[Prompt],
+    metadata: Metadata,
+    *,
+    add_special: bool = True,
+    parse_special: bool = True,
 ) -> list[tuple[int, ...]]:
     """Turns prompts into token ids, in order.
 
@@ -95,7 +100,13 @@ async def tokenize_all(
 
     async def one(prompt: Prompt) -> tuple[int, ...]:
         async with gate:
-            return await tokenize(service, prompt, metadata)
+            return await tokenize(
+                service,
+                prompt,
+                metadata,
+                add_special=add_special,
+                parse_special=parse_special,
+            )
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 

@@ -12,6 +12,7 @@ from gateway.completion import complete
 from gateway.errors import invalid, wrong_type
 from gateway.exchange import Exchange, Handler
 from gateway.fields import lenient_flag
+from gateway.infill import infill
 from gateway.native import NativeDialect
 from gateway.openai_completions import CompletionsDialect
 from gateway.sse import EventStream
@@ -46,7 +47,7 @@ def route_table() -> list[RouteRow]:
         ("POST", ("/tokenize",), tokens.tokenize),
         ("POST", ("/detokenize",), tokens.detokenize),
         ("POST", ("/apply-template",), tokens.apply_template),
-        ("POST", ("/infill",), disabled.infill),
+        ("POST", ("/infill",), infill),
         ("POST", ("/embedding", "/embeddings"), disabled.refusing(_EMBEDDINGS)),
         # OpenAI.
         ("POST", ("/v1/completions",), openai_completion),

@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """Turns token ids into bytes."""
         ...
 
+    def prompt_text(self, token_ids: Sequence[int]) -> bytes:
+        """Turns a whole prompt's ids into bytes, as it is echoed."""
+        ...
+
 
 class Template(Protocol):
     """The model's chat template (`engine.text.chat_template`)."""

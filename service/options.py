@@ -180,6 +180,8 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
         "ssl_client_ca_file": tls.client_ca_file if tls else None,
         "aliases": parsed["aliases"],
         "tags": parsed["tags"],
+        "batch_tokens": parsed["batch_tokens"],
+        "spm_infill": parsed["spm_infill"],
         "use_jinja": parsed["use_jinja"],
         "prefill_assistant": parsed["prefill_assistant"],
         "chat_template_kwargs": _template_kwargs(parsed),

@@ -63,9 +63,12 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         tokenizer = self._bridge.model.tokenizer
         check_vocab(request.token_ids, tokenizer.vocab_size)
         render_special = request.render_special if request.HasField("render_special") else True
-        raw = await asyncio.to_thread(
-            tokenizer.decode, request.token_ids, render_special=render_special
-        )
+        if request.as_prompt:
+            raw = await asyncio.to_thread(tokenizer.prompt_text, request.token_ids)
+        else:
+            raw = await asyncio.to_thread(
+                tokenizer.decode, request.token_ids, render_special=render_special
+            )
         return DetokenizeResponse(text=raw.decode("utf-8", "replace"), raw=raw)
 
     async def ApplyChatTemplate(

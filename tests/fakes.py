@@ -80,6 +80,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], *, render_special: bool) -> bytes:
         return b"".join(self.piece(i, render_special=render_special) for i in token_ids)
 
+    def prompt_text(self, token_ids: Sequence[int]) -> bytes:
+        return self.decode(token_ids, render_special=True).removeprefix(b" ")
+
 
 @dataclass(frozen=True)
 class FakeRow:

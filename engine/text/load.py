@@ -11,6 +11,7 @@ from engine.text.bpe import BpeEncoder
 from engine.text.pieces import build_pieces
 from engine.text.pretokenizers import find_pre_tokenizer
 from engine.text.spm import SpmEncoder
+from engine.text.tidy import keeps_spaces
 from engine.text.token_table import SpecialIds, TokenTable, build_token_table
 from engine.text.tokenizer import Tokenizer, TokenizerKind
 from engine.text.wordpiece import WordPieceEncoder
@@ -59,6 +60,7 @@ def _load_spm(vocab: Vocab, model_name: str, architecture: str) -> Tokenizer:
         first=_required(table.special.bos, "bos") if vocab.add_bos is not False else None,
         last=_required(table.special.eos, "eos") if vocab.add_eos else None,
         add_space_prefix=vocab.add_space_prefix is not False,
+        tidies_spaces=False,
     )
 
 
@@ -85,6 +87,7 @@ def _load_bpe(vocab: Vocab, model_name: str, architecture: str) -> Tokenizer:
         first=_required(table.special.bos, "bos") if adds_bos else None,
         last=_required(table.special.eos, "eos") if vocab.add_eos else None,
         add_space_prefix=False,
+        tidies_spaces=not keeps_spaces(vocab.pre),
     )
 
 
@@ -100,6 +103,7 @@ def _load_wordpiece(vocab: Vocab, model_name: str, architecture: str) -> Tokeniz
         first=_required(table.special.bos, "bos"),
         last=_required(table.special.sep, "seperator"),
         add_space_prefix=False,
+        tidies_spaces=True,
     )
 
 

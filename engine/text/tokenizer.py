@@ -8,6 +8,7 @@ from typing import Protocol
 
 from engine.errors import InvalidField, TokenNotInVocab
 from engine.text.special import SpecialPartition
+from engine.text.tidy import tidied
 from engine.text.token_table import HIDDEN, TokenTable
 
 
@@ -32,6 +33,7 @@ class Tokenizer:
 
     `first` and `last` are the tokens that `add_special` puts around a text (None: nothing);
     `add_space_prefix` puts a space before text that begins a prompt or follows a special token.
+    `tidies_spaces` says that the echo of a prompt is tidied (`engine.text.tidy`).
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Tokenizer:
         first: int | None,
         last: int | None,
         add_space_prefix: bool,
+        tidies_spaces: bool,
     ) -> None:
         self.kind = kind
         self.special = table.special
@@ -60,6 +63,7 @@ class Tokenizer:
         self._first = first
         self._last = last
         self._add_space_prefix = add_space_prefix
+        self._tidies_spaces = tidies_spaces
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Returns the ids of a text.
@@ -110,6 +114,22 @@ class Tokenizer:
         return b"".join(
             self.piece(token_id, render_special=render_special) for token_id in token_ids
         )
+
+    def prompt_text(self, token_ids: Sequence[int]) -> bytes:
+        """Returns a whole prompt as the echo of a request shows it, special tokens included.
+
+        A first token loses the space that encoding put in front of it.
+
+        Raises:
+            TokenNotInVocab: an id is negative or past the vocabulary.
+
+        Source: llama.cpp `llama_detokenize`, as llama-server calls it for the field `prompt`.
+        """
+        text = self.decode(token_ids, render_special=True)
+        if self._add_space_prefix and token_ids:
+            first = self.piece(token_ids[0], render_special=True)
+            text = first.removeprefix(b" ") + text[len(first) :]
+        return tidied(text) if self._tidies_spaces else text
 
     def find(self, text: str) -> int | None:
         """Returns the id of the token that is spelt so in the vocabulary, or None."""

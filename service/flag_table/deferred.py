@@ -56,7 +56,6 @@ DEFERRED = (
         variable="LLAMA_ARG_CACHE_REUSE",
         neutral=(0,),
     ),
-    _later("fill-in-the-middle", "--spm-infill", kind=SWITCH),
     _later(_ADAPTERS, "--lora"),
     _later(_ADAPTERS, "--lora-scaled"),
     _later(_ADAPTERS, "--lora-init-without-apply", kind=SWITCH),

@@ -109,6 +109,15 @@ HTTP = (
         group=_HTTP,
     ),
     Flag(
+        ("--spm-infill",),
+        SWITCH,
+        "spm_infill",
+        "POST /infill puts the suffix first, as some models were trained",
+        default=False,
+        scope=Scope.GATEWAY,
+        group=_HTTP,
+    ),
+    Flag(
         ("--sse-ping-interval",),
         integer(-1),
         "sse_ping_interval_s",

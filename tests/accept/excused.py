@@ -34,7 +34,6 @@ _REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
 
 _GRAMMAR = Excuse("needs grammars and JSON schemas")
 _TOOLS = Excuse("needs tools")
-_INFILL = Excuse("needs infill")
 _MESSAGES = Excuse("needs the messages API")
 _RESPONSES = Excuse("needs the responses API")
 _SAMPLES = Excuse("needs samples that share their prompt", _REUSE)
@@ -109,22 +108,6 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         ),
         "grammar null beside a schema": _AFTER_GRAMMAR,
     },
-    "infill": _each(
-        _INFILL,
-        "plain",
-        "prompt",
-        "extra",
-        "long prefix is cut",
-        "empty sides",
-        "sampled",
-        "stream",
-        "prompt of a wrong type",
-        "extra of a wrong type",
-        "extra, text of a wrong type",
-        "no suffix",
-        "no prefix",
-        "prefix of a wrong type",
-    ),
     "messages": _each(
         _MESSAGES,
         "plain",

@@ -104,6 +104,15 @@ async def test_a_mixed_prompt_gets_special_tokens_at_ends_that_are_text(
         assert await ids(it, plain) == [i for i in expected if i not in (BOS, EOS)]
 
 
+async def test_detokenize_as_a_prompt_is_echoed() -> None:
+    tokens = TOKENIZER.encode(" a b", add_special=False, parse_special=False)
+    async with serving() as it:
+        request = DetokenizeRequest(token_ids=tokens, render_special=False, as_prompt=True)
+        assert (await it.tokenization.Detokenize(request)).text == "a b"
+        request.as_prompt = False
+        assert (await it.tokenization.Detokenize(request)).text == " a b"
+
+
 async def test_detokenize_shows_special_tokens_unless_told_not_to() -> None:
     euro = TOKENIZER.encode("\u20ac", add_special=False, parse_special=False)
     async with serving() as it:
