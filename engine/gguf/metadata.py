@@ -69,6 +69,16 @@ class Metadata(Mapping[str, Value]):
         """Makes the error that says what is wrong with a key's value."""
         return ModelFileError(path=self._file_name, detail=f"key {quoted(key)} {detail}")
 
+    def encoded(self, key: str) -> bytes:
+        """Returns a value with its type, as the file has it: equal bytes mean equal values.
+
+        Raises:
+            ModelFileError: No such key.
+        """
+        entry = self._find(key)
+        head = f"{entry.kind.name} {int(entry.is_array)} {entry.count}\n".encode()
+        return head + self._buffer[entry.start : entry.end]
+
     def get_uint(self, key: str, default: int | None = None, *, maximum: int = _MAX_UINT) -> int:
         """Returns an integer in 0 .. `maximum`, stored in any integer type.
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from engine.errors import ModelFileError
 from engine.gguf.header import Header, TensorInfo, parse_header
 from engine.gguf.metadata import Metadata
+from engine.gguf.stamp import FileStamp
 
 _SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_SHARDS = (1 << 16) - 1
@@ -39,16 +40,23 @@ class GgufFile:
         name: Base name of the (first) file.
         metadata: The keys of the first shard.
         tensors: Every tensor of every shard by name, in file order.
+        stamps: The files as they were when they were opened, by shard.
     """
 
     def __init__(
-        self, name: str, maps: tuple[mmap.mmap, ...], metadata: Metadata, headers: list[Header]
+        self,
+        name: str,
+        maps: tuple[mmap.mmap, ...],
+        metadata: Metadata,
+        headers: list[Header],
+        stamps: tuple[FileStamp, ...],
     ) -> None:
         self.name = name
         self.metadata = metadata
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {name: info for header in headers for name, info in header.tensors.items()}
         )
+        self.stamps = stamps
         self._maps = maps
 
     @classmethod
@@ -59,17 +67,18 @@ class GgufFile:
             ModelFileError: A file cannot be read, is damaged, or does not fit its shards.
         """
         path = Path(path)
-        first_map, header = _open_one(path, shard_id=0)
+        first_map, header, stamp = _open_one(path, shard_id=0)
         metadata = Metadata(first_map, header.entries, path.name)
         count = metadata.get_uint("split.count", 0, maximum=_MAX_SHARDS)
         if count <= 1:
-            return cls(path.name, (first_map,), metadata, [header])
+            return cls(path.name, (first_map,), metadata, [header], (stamp,))
         paths = _shard_paths(path, metadata, count)
         shards = [_open_shard(shard, index, count) for index, shard in enumerate(paths)]
         maps, headers = tuple(shard[0] for shard in shards), [shard[1] for shard in shards]
+        stamps = tuple(shard[2] for shard in shards)
         metadata = Metadata(maps[0], headers[0].entries, paths[0].name)
         _check_whole(paths, headers, metadata)
-        return cls(paths[0].name, maps, metadata, headers)
+        return cls(paths[0].name, maps, metadata, headers, stamps)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Returns a tensor's bytes as the file has them: 1-D, read-only, not a copy.
@@ -127,20 +136,21 @@ class GgufFile:
         return self._maps[info.shard_id]
 
 
-def _open_one(path: Path, shard_id: int) -> tuple[mmap.mmap, Header]:
+def _open_one(path: Path, shard_id: int) -> tuple[mmap.mmap, Header, FileStamp]:
     try:
         # Asked before opening: opening a FIFO would wait for a writer.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelFileError(path=path.name, detail="not a regular file")
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
+            stamp = FileStamp.of(os.path.abspath(path), file.fileno())
+            if stamp.size == 0:
                 raise ModelFileError(path=path.name, detail="the file is empty")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         # ValueError: a path with a NUL, or a file cut to nothing since the check.
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise ModelFileError(path=path.name, detail=f"cannot be read: {reason}") from error
-    return mapped, parse_header(mapped, path.name, shard_id)
+    return mapped, parse_header(mapped, path.name, shard_id), stamp
 
 
 def _shard_paths(path: Path, metadata: Metadata, count: int) -> list[Path]:
@@ -155,14 +165,14 @@ def _shard_paths(path: Path, metadata: Metadata, count: int) -> list[Path]:
     return [path.with_name(f"{prefix}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
-def _open_shard(path: Path, shard_id: int, count: int) -> tuple[mmap.mmap, Header]:
-    mapped, header = _open_one(path, shard_id)
+def _open_shard(path: Path, shard_id: int, count: int) -> tuple[mmap.mmap, Header, FileStamp]:
+    mapped, header, stamp = _open_one(path, shard_id)
     metadata = Metadata(mapped, header.entries, path.name)
     for key, expected in (("split.no", shard_id), ("split.count", count)):
         value = metadata.get_uint(key)
         if value != expected:
             raise metadata.error(key, f"is {value}, expected {expected}")
-    return mapped, header
+    return mapped, header, stamp
 
 
 def _check_whole(paths: list[Path], headers: list[Header], metadata: Metadata) -> None:

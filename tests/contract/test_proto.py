@@ -25,7 +25,6 @@ from kvarts.v1 import (
 )
 
 from engine import errors, types
-from engine.adapters import errors as adapter_errors
 from service import validate
 from service.errors import ERROR_TABLE
 
@@ -212,7 +211,7 @@ def test_every_engine_reason_is_an_error_reason() -> None:
     known = _values(error_reason_pb2.ErrorReason.DESCRIPTOR, "ERROR_REASON_")
     raised = {
         value.reason
-        for value in [*vars(errors).values(), *vars(adapter_errors).values()]
+        for value in vars(errors).values()
         if isinstance(value, type) and issubclass(value, errors.EngineError)
     }
 

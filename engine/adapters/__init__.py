@@ -1,1 +1,0 @@
-"""LoRA adapters: their files, what is loaded, and the set under which a request runs."""

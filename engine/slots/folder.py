@@ -1,0 +1,295 @@
+"""The folder of slot files: names inside it, opened without following any link.
+
+Every call opens the folder anew and works relative to it, so that nothing in a name leads out of
+it. Each tenant has a folder of its own inside, whose name no client can give. Temporary files have
+names that say nothing of the slot's and are locked by their writer: one that is not locked was left
+by a process that is dead. Knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from engine.errors import (
+    DiskFull,
+    EngineError,
+    InvalidField,
+    SlotFileCorrupt,
+    SlotFileNotFound,
+    SlotIo,
+)
+
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
+_TEMPORARY = re.compile(r"\.saving-[0-9a-f]{32}")
+_TENANT = re.compile(r"\.tenant-[0-9a-f]+")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Without O_NONBLOCK opening a FIFO would wait for a writer.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of the folder; `modified_ns` is wall time."""
+
+    filename: str
+    size_bytes: int
+    modified_ns: int
+
+
+class Temporary:
+    """A new file that nobody can name, and that becomes a slot's file at the very end."""
+
+    def __init__(self, folder: int, name: str, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._folder = folder
+        self._name = name
+
+    def publish(self, filename: str) -> None:
+        """Makes it durable, then puts it in the place of `filename` in one step.
+
+        Raises:
+            OSError: That failed. A failed fsync is not tried again: the system may have forgotten
+                the data by then, and the next one would claim that all is well.
+        """
+        os.fsync(self.descriptor)
+        os.rename(self._name, filename, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        os.fsync(self._folder)
+
+    def remove(self) -> None:
+        """Takes it away; if even that fails, the next start does."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._name, dir_fd=self._folder)
+
+
+@dataclass(frozen=True)
+class SlotFolder:
+    """Where slot files of one tenant lie: `root`, which must exist, or a folder of its own in it.
+
+    `tenant` is "" where there is only one, else hex digits.
+    """
+
+    root: str
+    tenant: str = ""
+
+    @contextlib.contextmanager
+    def create(self, filename: str) -> Generator[Temporary]:
+        """Yields a new file of mode 0600, which is gone afterwards unless it was published.
+
+        Raises:
+            InvalidField: `filename` is not a name.
+            DiskFull: There is no room; also for what the block raises as OSError.
+            SlotIo: The folder cannot be written; the same.
+        """
+        check_name(filename)
+        with _translated(filename), self._opened(make=True) as folder:
+            temporary = _create(folder)
+            try:
+                yield temporary
+            except BaseException:
+                temporary.remove()
+                raise
+            finally:
+                os.close(temporary.descriptor)
+
+    @contextlib.contextmanager
+    def open(self, filename: str) -> Generator[int]:
+        """Yields a descriptor of a saved file, for reading; closes it.
+
+        Raises:
+            InvalidField: `filename` is not a name.
+            SlotFileNotFound: There is no such file.
+            SlotFileCorrupt: It is no regular file.
+            SlotIo: It cannot be read; also for what the block raises as OSError.
+        """
+        check_name(filename)
+        with _translated(filename), self._opened() as folder:
+            descriptor = _open_regular(folder, filename)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
+    def delete(self, filename: str) -> int:
+        """Deletes a saved file; returns its size.
+
+        Raises:
+            InvalidField, SlotFileNotFound, SlotFileCorrupt, SlotIo: as `open`.
+        """
+        check_name(filename)
+        with _translated(filename), self._opened() as folder:
+            status = os.stat(filename, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise SlotFileCorrupt(filename, "is no regular file")
+            os.unlink(filename, dir_fd=folder)
+            os.fsync(folder)
+            return status.st_size
+
+    def list(self) -> list[SavedFile]:
+        """Returns the regular files that a client could name, by name in byte order.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        try:
+            with _translated(""), self._opened() as folder:
+                found = [_saved(folder, name) for name in sorted(os.listdir(folder))]
+        except SlotFileNotFound:
+            return []  # a tenant that has saved nothing has no folder yet
+        return [file for file in found if file is not None]
+
+    def sweep(self) -> int:
+        """Removes what dead processes left behind, for every tenant; returns how many files.
+
+        Raises:
+            SlotIo: The folder cannot be read or written.
+        """
+        with _translated(""), _opened_at(self.root) as root:
+            removed = _sweep(root)
+            for name in os.listdir(root):
+                if _TENANT.fullmatch(name):
+                    with _opened_at(name, root) as folder:
+                        removed += _sweep(folder)
+            return removed
+
+    @contextlib.contextmanager
+    def _opened(self, *, make: bool = False) -> Generator[int]:
+        with _opened_at(self.root) as root:
+            if not self.tenant:
+                yield root
+                return
+            name = f".tenant-{self.tenant}"
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=root)
+            with _opened_at(name, root) as folder:
+                yield folder
+
+
+def is_name(filename: str) -> bool:
+    """Whether a slot file may have this name: one plain component, visible, without `..`."""
+    return _NAME.fullmatch(filename) is not None and ".." not in filename
+
+
+def check_name(filename: str) -> None:
+    """Refuses anything that is not one plain component; nothing is cleaned.
+
+    Raises:
+        InvalidField: It is not.
+    """
+    if not is_name(filename):
+        raise InvalidField(
+            "filename",
+            f"{filename[:80]!r} is not 1 to 255 of A-Z a-z 0-9 . _ - without leading or trailing "
+            "dot or double dots",
+        )
+
+
+@contextlib.contextmanager
+def _translated(filename: str) -> Generator[None]:
+    """Turns errors of the system into the engine's.
+
+    Raises:
+        SlotFileNotFound, DiskFull, SlotIo: by errno.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _as_engine_error(filename, error) from error
+
+
+def _as_engine_error(filename: str, error: OSError) -> EngineError:
+    number = error.errno or 0
+    if number == errno.ENOENT:
+        return SlotFileNotFound(filename)
+    if number in _FULL:
+        return DiskFull(filename)
+    return SlotIo(filename, number, error.strerror or str(error))
+
+
+@contextlib.contextmanager
+def _opened_at(name: str, parent: int | None = None) -> Generator[int]:
+    """Opens a folder; the root may be reached through links, which are the operator's."""
+    flags = _FOLDER_FLAGS if parent is None else _FOLDER_FLAGS | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _create(folder: int) -> Temporary:
+    while True:
+        name = f".saving-{secrets.token_hex(16)}"
+        descriptor = os.open(name, _WRITE_FLAGS, 0o600, dir_fd=folder)
+        temporary = Temporary(folder, name, descriptor)
+        try:
+            # A file system without locks leaves the file to whoever cleans the folder.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            is_there = os.fstat(descriptor).st_nlink > 0
+        except BaseException:
+            temporary.remove()
+            os.close(descriptor)
+            raise
+        if is_there:
+            return temporary
+        # A sweep that came between the two took it for a dead one's.
+        os.close(descriptor)
+
+
+def _open_regular(folder: int, name: str) -> int:
+    """Opens a file that must be a regular one, asked before and after: devices are not opened."""
+    if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise SlotFileCorrupt(name, "is no regular file")
+    try:
+        descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SlotFileCorrupt(name, "is no regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SlotFileCorrupt(name, "is no regular file")
+    return descriptor
+
+
+def _saved(folder: int, name: str) -> SavedFile | None:
+    if not is_name(name):
+        return None
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None  # deleted since it was listed
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return SavedFile(name, status.st_size, status.st_mtime_ns)
+
+
+def _sweep(folder: int) -> int:
+    names = [name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name)]
+    return sum(_remove_if_dead(folder, name) for name in names)
+
+
+def _remove_if_dead(folder: int, name: str) -> bool:
+    try:
+        descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
+    except OSError:
+        return False  # no file of ours, or gone
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        return False  # its writer lives, or another sweep was faster
+    finally:
+        os.close(descriptor)
+    return True

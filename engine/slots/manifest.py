@@ -1,0 +1,336 @@
+"""What a slot file says of its state, and the safetensors header that says it.
+
+The header is canonical: the same manifest gives the same bytes, and bytes that are not exactly
+those of the manifest read from them are refused, so that no hole, overlap, duplicate or second
+meaning can hide in it. It carries its own checksum. Knows no file and no pool.
+
+Source: the safetensors format; SHA-256 of each tensor and of the header itself are in the metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from engine.errors import SlotFileMismatch
+from engine.slots.fingerprint import Traits
+from engine.slots.sequence_head import MAX_TOKENS, packed_bytes
+from engine.slots.state_layout import (
+    PIECE_TOKENS,
+    LayerGroup,
+    Piece,
+    Span,
+    StateLayout,
+    are_spans,
+    pieces_of,
+)
+
+SCHEMA_VERSION = "1"
+LENGTH_BYTES = 8
+TOKENS = "tokens"
+_FORMAT = "kvarts.slot"
+_ALIGNMENT = 64
+_NO_DIGEST = "0" * 64
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LENGTH = struct.Struct("<Q")
+_KV_NAMES = {"f16": "F16", "f32": "F32"}
+# What a header may take: its fixed part, and the lines of the two tensors of each piece.
+_FIXED_BYTES = 64 << 10
+_PIECE_BYTES = 1024
+_MAX_SIDE = 1 << 24
+_MAX_TEXT = 16 << 10
+_TEXTS = ("fingerprint", "rope", "tokenizer", "sampled", "model_name", "tenant")
+
+
+class ManifestError(ValueError):
+    """Bytes that are no header of a slot file."""
+
+
+@dataclass(frozen=True)
+class AdapterMark:
+    """An adapter of the set that state was made under: digest of its content, and its scale."""
+
+    content: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a saved state but its tokens, keys and values.
+
+    `windows` are the tokens whose sliding-window keys and values are held. `tenant` owns the state.
+    `model_name` is for people. `digests` are SHA-256 by tensor, hex; empty until they are known.
+    """
+
+    fingerprint: str
+    traits: Traits
+    adapters: tuple[AdapterMark, ...]
+    model_name: str
+    tenant: str
+    num_tokens: int
+    windows: tuple[Span, ...]
+    digests: Mapping[str, str]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of the body, in file order, after the tokens."""
+        return pieces_of(self.traits.layout, self.num_tokens, self.windows)
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of the body: its place counts from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def places_of(manifest: Manifest) -> tuple[TensorPlace, ...]:
+    """Returns the tensors in file order: without holes, the tokens first."""
+    found: list[TensorPlace] = []
+    start = 0
+    for name, dtype, shape, num_bytes in _tensors(manifest):
+        found.append(TensorPlace(name, dtype, shape, start, start + num_bytes))
+        start += num_bytes
+    return tuple(found)
+
+
+def encode_header(manifest: Manifest) -> bytes:
+    """Returns the length and the header, padded so that the body of a new file is aligned.
+
+    Digests that are not known yet take the same room as known ones.
+    """
+    text = _render(manifest, _NO_DIGEST)
+    text = _render(manifest, hashlib.sha256(text).hexdigest())
+    before = packed_bytes(manifest.num_tokens) + LENGTH_BYTES
+    padding = -(before + len(text)) % _ALIGNMENT
+    return _LENGTH.pack(len(text) + padding) + text + b" " * padding
+
+
+def header_limit(num_tokens: int) -> int:
+    """Returns the most bytes that the header of a state of so many tokens may take."""
+    return _FIXED_BYTES + _PIECE_BYTES * 2 * (num_tokens // PIECE_TOKENS + 1)
+
+
+def read_header_length(data: bytes) -> int:
+    """Returns the header's length, given the bytes before it."""
+    length: int = _LENGTH.unpack(data)[0]
+    return length
+
+
+def decode_header(data: bytes, num_tokens: int) -> Manifest:
+    """Reads a header, without the length before it.
+
+    Args:
+        data: The header.
+        num_tokens: How many the file's head has: a header that claims others is not followed.
+
+    Raises:
+        ManifestError: It is damaged, or not written by `encode_header`.
+        SlotFileMismatch: It is whole and of another schema version.
+    """
+    try:
+        document: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"the header is not JSON: {type(error).__name__}") from error
+    metadata = _metadata(document)
+    _check_sum(data, metadata)
+    if metadata.get("format") != _FORMAT:
+        raise ManifestError(f"the format is not {_FORMAT}")
+    if metadata.get("version") != SCHEMA_VERSION:
+        raise SlotFileMismatch("version", SCHEMA_VERSION, metadata.get("version", "none")[:32])
+    manifest = _manifest(metadata, num_tokens)
+    if encode_header(manifest)[LENGTH_BYTES:] != data:
+        raise ManifestError("the header is not what its values give")
+    return manifest
+
+
+def _tensors(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    layout = manifest.traits.layout
+    yield TOKENS, "I32", (manifest.num_tokens,), 4 * manifest.num_tokens
+    for piece in manifest.pieces:
+        for name, shape in zip(piece.names, piece.shapes(layout), strict=True):
+            num_bytes = layout.dtype.itemsize
+            for side in shape:
+                num_bytes *= side
+            yield name, _KV_NAMES[layout.kv_type], shape, num_bytes
+
+
+def _render(manifest: Manifest, checksum: str) -> bytes:
+    layout = manifest.traits.layout
+    metadata: dict[str, str] = {
+        "format": _FORMAT,
+        "version": SCHEMA_VERSION,
+        "checksum": checksum,
+        "fingerprint": manifest.fingerprint,
+        "rope": manifest.traits.rope,
+        "tokenizer": manifest.traits.tokenizer,
+        "sampled": manifest.traits.sampled,
+        "kv_type": layout.kv_type,
+        "full": _json(_sides(layout.full)),
+        "window": "" if layout.window is None else _json(_sides(layout.window)),
+        "window_tokens": str(layout.window_tokens),
+        "adapters": _json([[mark.content, mark.scale.hex()] for mark in manifest.adapters]),
+        "model_name": manifest.model_name,
+        "tenant": manifest.tenant,
+        "num_tokens": str(manifest.num_tokens),
+        "windows": _json([[span.start, span.end] for span in manifest.windows]),
+    }
+    tensors: dict[str, object] = {}
+    for place in places_of(manifest):
+        metadata[f"sha256:{place.name}"] = manifest.digests.get(place.name, _NO_DIGEST)
+        tensors[place.name] = {
+            "dtype": place.dtype,
+            "shape": place.shape,
+            "data_offsets": [place.start, place.end],
+        }
+    return _json({"__metadata__": metadata, **tensors}).encode("ascii")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+
+
+def _sides(group: LayerGroup) -> list[int]:
+    return list(asdict(group).values())
+
+
+def _metadata(document: Any) -> dict[str, str]:
+    if not isinstance(document, dict):
+        raise ManifestError("the header is no object")
+    metadata: Any = cast("dict[str, Any]", document).get("__metadata__")
+    if not isinstance(metadata, dict):
+        raise ManifestError("the header has no metadata")
+    members = cast("dict[str, Any]", metadata)
+    if not all(isinstance(value, str) for value in members.values()):
+        raise ManifestError("the metadata holds something that is no text")
+    return members
+
+
+def _check_sum(data: bytes, metadata: Mapping[str, str]) -> None:
+    """Checked first and in the same way for every version, so that damage is told from age."""
+    given = metadata.get("checksum", "")
+    if not _DIGEST.fullmatch(given):
+        raise ManifestError("the header has no checksum")
+    blank = data.rstrip(b" ").replace(given.encode(), _NO_DIGEST.encode(), 1)
+    if hashlib.sha256(blank).hexdigest() != given:
+        raise ManifestError("the header's checksum is wrong")
+
+
+def _manifest(metadata: Mapping[str, str], num_tokens: int) -> Manifest:
+    if _integer(metadata, "num_tokens", MAX_TOKENS) != num_tokens:
+        raise ManifestError(f"the head has {num_tokens} tokens, the header another number")
+    texts = {name: _text(metadata, name) for name in _TEXTS}
+    layout = _layout(metadata)
+    windows = _windows(metadata, num_tokens)
+    if windows and layout.window is None:
+        raise ManifestError("window tokens without window layers")
+    manifest = Manifest(
+        fingerprint=texts["fingerprint"],
+        traits=Traits(layout, texts["rope"], texts["tokenizer"], texts["sampled"]),
+        adapters=_adapters(metadata),
+        model_name=texts["model_name"],
+        tenant=texts["tenant"],
+        num_tokens=num_tokens,
+        windows=windows,
+        digests={},
+    )
+    digests = {place.name: _digest(metadata, place.name) for place in places_of(manifest)}
+    return replace(manifest, digests=digests)
+
+
+def _text(metadata: Mapping[str, str], name: str) -> str:
+    text = metadata.get(name)
+    if text is None or len(text) > _MAX_TEXT:
+        raise ManifestError(f"the metadata's {name} is missing or too long")
+    return text
+
+
+def _digest(metadata: Mapping[str, str], name: str) -> str:
+    digest = _text(metadata, f"sha256:{name}")
+    if not _DIGEST.fullmatch(digest):
+        raise ManifestError(f"tensor {name} has no SHA-256")
+    return digest
+
+
+def _integer(metadata: Mapping[str, str], name: str, limit: int) -> int:
+    text = _text(metadata, name)
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text) or int(text) > limit:
+        raise ManifestError(f"the metadata's {name} is not 0 to {limit}")
+    return int(text)
+
+
+def _integers(value: Any, name: str, limit: int = _MAX_SIDE) -> list[int]:
+    """A list of plain integers in 0 .. `limit`."""
+    listed = cast("list[Any]", value) if isinstance(value, list) else None
+    if listed is None or not all(type(item) is int and 0 <= item <= limit for item in listed):
+        raise ManifestError(f"the metadata's {name} is no list of numbers up to {limit}")
+    return listed
+
+
+def _listed(metadata: Mapping[str, str], name: str) -> list[Any]:
+    text = _text(metadata, name)
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"the metadata's {name} is not JSON") from error
+    if not isinstance(value, list):
+        raise ManifestError(f"the metadata's {name} is no list")
+    return cast("list[Any]", value)
+
+
+def _layout(metadata: Mapping[str, str]) -> StateLayout:
+    kv_type = _text(metadata, "kv_type")
+    if kv_type not in _KV_NAMES:
+        raise ManifestError(f"the type of keys and values is {kv_type[:32]!r}")
+    full = _group(metadata, "full")
+    window = _group(metadata, "window") if _text(metadata, "window") else None
+    window_tokens = _integer(metadata, "window_tokens", MAX_TOKENS)
+    return StateLayout(full, window, window_tokens, kv_type)
+
+
+def _group(metadata: Mapping[str, str], name: str) -> LayerGroup:
+    sides = _integers(_listed(metadata, name), name)
+    if len(sides) != 5:
+        raise ManifestError(f"the metadata's {name} has {len(sides)} numbers, expected 5")
+    return LayerGroup(*sides)
+
+
+def _windows(metadata: Mapping[str, str], num_tokens: int) -> tuple[Span, ...]:
+    pairs = [_integers(pair, "windows", MAX_TOKENS) for pair in _listed(metadata, "windows")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ManifestError("the metadata's windows are no pairs")
+    spans = tuple(Span(start, end) for start, end in pairs)
+    if not are_spans(spans, num_tokens):
+        raise ManifestError("the metadata's windows overlap, or lie outside the tokens")
+    return spans
+
+
+def _adapters(metadata: Mapping[str, str]) -> tuple[AdapterMark, ...]:
+    marks: list[AdapterMark] = []
+    for entry in _listed(metadata, "adapters"):
+        pair = cast("list[Any]", entry) if isinstance(entry, list) else []
+        if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise ManifestError("the metadata's adapters are no pairs of digest and scale")
+        content, scale = cast("tuple[str, str]", tuple(pair))
+        marks.append(AdapterMark(content, _scale(scale)))
+    return tuple(marks)
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float.fromhex(text)
+    except (ValueError, OverflowError):
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise ManifestError("an adapter's scale is no finite number")
+    return scale

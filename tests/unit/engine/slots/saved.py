@@ -1,0 +1,101 @@
+"""Small saved states for the tests of slot files: random keys and values, written for real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.slots.fingerprint import Traits
+from engine.slots.folder import SlotFolder
+from engine.slots.manifest import AdapterMark, Manifest
+from engine.slots.reader import Acceptance, open_slot
+from engine.slots.state_layout import LayerGroup, Piece, Span, StateLayout
+from engine.slots.writer import SlotWriter
+from engine.step import PageContent
+
+VOCAB = 300
+LAYOUT = StateLayout(
+    full=LayerGroup(2, 2, 4, 2, 4),
+    window=LayerGroup(1, 2, 4, 2, 4),
+    window_tokens=24,
+    kv_type="f16",
+)
+TRAITS = Traits(LAYOUT, rope="norm 4 base 10000.0", tokenizer="aa", sampled="bb")
+FINGERPRINT = "cc"
+NAME = "one.slot"
+
+
+def knows_none(adapters: tuple[AdapterMark, ...]) -> bool:
+    return not adapters
+
+
+ACCEPTED = Acceptance(
+    traits=TRAITS,
+    vocab_size=VOCAB,
+    context_tokens=1024,
+    tenant=None,
+    knows_adapters=knows_none,
+    adapters="none",
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """Tokens and what lies in the pieces of their manifest."""
+
+    manifest: Manifest
+    tokens: list[int]
+    contents: dict[Piece, PageContent]
+
+    def write(self, folder: SlotFolder, filename: str = NAME) -> int:
+        with SlotWriter.open(folder, filename, self.manifest, self.tokens) as writer:
+            for piece in self.manifest.pieces:
+                writer.add(piece, self.contents[piece])
+            return writer.publish()
+
+
+def make_state(
+    num_tokens: int = 300, layout: StateLayout = LAYOUT, seed: int = 0, **changes: Any
+) -> State:
+    """A state whose window layers hold their last tokens."""
+    rng = np.random.default_rng(seed)
+    start = max(0, num_tokens - 40)
+    windows = (Span(start, num_tokens),) if layout.window and num_tokens else ()
+    manifest = Manifest(
+        fingerprint=FINGERPRINT,
+        traits=replace(TRAITS, layout=layout),
+        adapters=(),
+        model_name="Tiny",
+        tenant="",
+        num_tokens=num_tokens,
+        windows=windows,
+        digests={},
+    )
+    manifest = replace(manifest, **changes)
+    contents = {
+        piece: PageContent(
+            *(rng.standard_normal(s).astype(layout.dtype) for s in piece.shapes(layout))
+        )
+        for piece in manifest.pieces
+    }
+    return State(manifest, rng.integers(0, VOCAB, num_tokens).tolist(), contents)
+
+
+def read_state(
+    folder: SlotFolder, filename: str = NAME, accepted: Acceptance = ACCEPTED
+) -> tuple[tuple[int, ...], dict[Piece, PageContent]]:
+    """Opens, verifies and reads all of a file."""
+    with open_slot(folder, filename) as unverified:
+        verified = unverified.verify(accepted, FINGERPRINT)
+        return verified.tokens, {piece: verified.read(piece) for piece in verified.pieces}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Every file of a tree with its content, links and FIFOs by name only."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+    }
