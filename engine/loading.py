@@ -27,7 +27,7 @@ from engine.kernels import native
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.model.architectures import read_spec
 from engine.model.spec import ModelSpec
-from engine.model.weights import load_weights
+from engine.model.weights import Weights, load_weights
 from engine.runner import JaxRunner, RunnerConfig
 from engine.sampling.chain import Chain
 from engine.sampling.vocab import SamplerVocab
@@ -51,7 +51,10 @@ class LoadProgress:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory, all programs compiled; `engine` is not started yet."""
+    """A model in memory, all programs compiled; `engine` is not started yet.
+
+    `runner` is the engine's own: only who never starts the engine may run steps on it.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -60,6 +63,8 @@ class Loaded:
     facts: FileFacts
     hints: SamplingHints
     plan: MemoryPlan
+    runner: JaxRunner
+    weights: Weights
 
 
 def load_engine(
@@ -120,7 +125,7 @@ def load_engine(
         **parts,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
-    return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan)
+    return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan, runner, weights)
 
 
 def choose_kernels(wanted: str) -> bool:

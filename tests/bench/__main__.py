@@ -1,74 +1,158 @@
-"""`python -m tests.bench`: start-up, memory and speed of the real server, as one table.
+"""`python -m tests.bench`: Kvarts and llama.cpp on this machine, in turn, as one table.
 
-Times are wall-clock medians on whatever else the machine does; compare ratios, not machines.
+Every figure is a median over rounds in which both sides take turns, each in a process of its own.
+Machines differ and so do their hours: compare the ratios of one run. Nothing else should run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
+import platform
 import sys
-import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from datetime import date
 from pathlib import Path
 
 from service.command_line import service_command_line
-from service.fetch import ProgressLine, resolve_model
-from tests.bench.load import decode_rate, prefill_rate
-from tests.bench.server import Server
+from service.fetch import FetchError
+from tests.bench import engine_speed, served_speed
+from tests.bench.child import ChildError
+from tests.bench.figures import Figure
+from tests.bench.models import ENTRIES, Bars, Model, find_models
+from tests.bench.peer import Peer, PeerError, find_peer
+from tests.bench.report import as_text, write_json, write_page
+from tests.bench.setting import Setting
+
+Measurement = Callable[[Setting], Iterator[Figure]]
+
+MEASUREMENTS: dict[str, Measurement] = {
+    "engine": engine_speed.measure,
+    "served": served_speed.measure,
+}
+
+_EPILOG = """\
+measurements (--only):
+  {measurements}
+
+models (--models): {models}
+
+llama.cpp is measured where it is there: the engine through llama-cpp-python (pip install -e
+'.[bench]'), engine and server through programs named with --llama-bench and --llama-server. What
+is missing is named and its column stays empty. The whole run takes about {whole} minutes; one
+measurement of one model two or three.
+
+  make bench ARGS="--only engine --models q4_1 --rounds 3"
+  make bench ARGS="--llama-server BUILD/bin/llama-server --page docs/benchmarks.md --json b.json"
+"""
 
 
 def main() -> int:
-    """Runs everything; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a GGUF file (default: SmolLM2)")
-    parser.add_argument("--kernels", default="auto", help="native or xla (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=3, help="repetitions of each figure")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    arguments = parser.parse_args()
-    figures = measure(arguments.model or default_model(), arguments.kernels, arguments.runs)
-    width = max(len(name) for name in figures)
-    for name, value in figures.items():
-        print(f"{name:{width}}  {value:10.2f}")
+    """Runs what was asked for; returns the exit status: 1 if it could not run."""
+    arguments = _parser().parse_args()
+    try:
+        peer = find_peer(arguments.llama_bench, arguments.llama_server, arguments.llama_quantize)
+        models, lacks = _models(arguments, peer)
+        for lack in [*peer.missing(), *lacks]:
+            _say(f"note: {lack}")
+        setting = Setting(
+            models=tuple(models),
+            peer=peer,
+            rounds=arguments.rounds,
+            threads=arguments.threads,
+            kernels=arguments.kernels,
+            compile_cache=str(_cache_dir() / "xla"),
+            say=_say,
+        )
+        figures = [f for name in arguments.only for f in MEASUREMENTS[name](setting)]
+    except (PeerError, FetchError, ChildError) as error:
+        _say(f"error: {error}")
+        return 1
+    facts = _facts(setting)
+    print(as_text(figures))
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(arguments.json, figures, facts)
+    if arguments.page:
+        write_page(arguments.page, figures, facts)
     return 0
 
 
-def default_model() -> Path:
-    """SmolLM2, fetched if it is not there."""
-    options = service_command_line([], os.environ)
-    progress = ProgressLine(sys.stderr)
-    return resolve_model(
-        options.model, say=lambda line: print(line, file=sys.stderr), progress=progress
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make bench",
+        usage='make bench ARGS="[options]"',
+        description=__doc__,
+        epilog=_EPILOG.format(
+            measurements="\n  ".join(
+                f"{name:10} {sys.modules[run.__module__].__doc__.splitlines()[0]}"  # pyright: ignore[reportOptionalMemberAccess]
+                for name, run in MEASUREMENTS.items()
+            ),
+            models=", ".join(ENTRIES),
+            whole=30,
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    add = parser.add_argument
+    add("--only", type=_names(MEASUREMENTS), default=list(MEASUREMENTS), metavar="A,B")
+    add("--models", type=_names(ENTRIES), default=list(ENTRIES), metavar="A,B")
+    add("--model", type=Path, metavar="FILE", help="measure this GGUF file instead, without bars")
+    add("--rounds", type=int, default=5, help="turns of each side (default: %(default)s)")
+    add("--threads", type=int, default=2, help="threads of each side (default: %(default)s)")
+    add("--kernels", default="auto", help="auto, native or xla (default: %(default)s)")
+    add("--llama-bench", type=Path, metavar="PROGRAM")
+    add("--llama-server", type=Path, metavar="PROGRAM")
+    add("--llama-quantize", type=Path, metavar="PROGRAM")
+    add("--json", type=Path, metavar="FILE", help="also write every figure there, unrounded")
+    add("--page", type=Path, metavar="FILE", help="also put the table between its marks there")
+    return parser
 
 
-def measure(model: Path, kernels: str, runs: int) -> dict[str, float]:
-    """All figures of one model by name."""
-    figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        cold: list[float] = []
-        for run in range(runs):
-            with Server(model, compile_cache=f"{cache}/{run}", kernels=kernels) as server:
-                cold.append(server.ready_s)
-        figures["ready, empty compile cache (s)"] = statistics.median(cold)
-        warm: list[float] = []
-        for _ in range(runs):
-            with Server(model, compile_cache=f"{cache}/0", kernels=kernels) as server:
-                warm.append(server.ready_s)
-        figures["ready, warm compile cache (s)"] = statistics.median(warm)
-        with Server(model, compile_cache=f"{cache}/0", kernels=kernels) as server:
-            for streams in (1, 8):
-                rates = [decode_rate(server, streams) for _ in range(runs)]
-                figures[f"decode, {streams} streams (tokens/s)"] = statistics.median(rates)
-            rates = [prefill_rate(server) for _ in range(runs)]
-            figures["prefill, 512 tokens (tokens/s)"] = statistics.median(rates)
-            figures["peak resident memory, service (MB)"] = server.peak_bytes() / 1e6
-            figures["kv pool (MB)"] = server.pool_bytes() / 1e6
-    figures["model file (MB)"] = model.stat().st_size / 1e6
-    return figures
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    choices = list(known)
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+        return names
+
+    return read
+
+
+def _models(arguments: argparse.Namespace, peer: Peer) -> tuple[list[Model], list[str]]:
+    if arguments.model is not None:
+        if not arguments.model.is_file():
+            raise PeerError(f"--model {arguments.model}: no such file")
+        return [Model(arguments.model.stem, arguments.model, Bars())], []
+    return find_models(arguments.models, _cache_dir(), peer)
+
+
+def _cache_dir() -> Path:
+    """The user's cache folder, as the service has it."""
+    return service_command_line([], os.environ).model.cache_dir
+
+
+def _facts(setting: Setting) -> list[str]:
+    return [
+        f"{date.today().isoformat()}, {_processor()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, {setting.threads} threads each side",
+        f"medians of {setting.rounds} rounds, in turn",
+    ]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

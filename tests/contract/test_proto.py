@@ -25,6 +25,7 @@ from kvarts.v1 import (
 )
 
 from engine import errors, types
+from engine.adapters import errors as adapter_errors
 from service import validate
 from service.errors import ERROR_TABLE
 
@@ -211,7 +212,7 @@ def test_every_engine_reason_is_an_error_reason() -> None:
     known = _values(error_reason_pb2.ErrorReason.DESCRIPTOR, "ERROR_REASON_")
     raised = {
         value.reason
-        for value in vars(errors).values()
+        for value in [*vars(errors).values(), *vars(adapter_errors).values()]
         if isinstance(value, type) and issubclass(value, errors.EngineError)
     }
 

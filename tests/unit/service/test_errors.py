@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvarts.v1 import error_reason_pb2
 
 from engine import errors as engine_errors
+from engine.adapters import errors as adapter_errors
 from engine.errors import ContextOverflow, EngineError, InvalidField, QueueFull, SlotBusy
 from service import errors as service_errors
 from service.errors import ERROR_TABLE, MAX_DETAILS_BYTES, InvalidFields, to_status
@@ -44,7 +45,7 @@ def test_the_table_has_every_reason_of_the_contract_and_no_other() -> None:
 
 
 def test_every_error_class_is_in_the_table() -> None:
-    modules = {engine_errors.__name__, service_errors.__name__}
+    modules = {engine_errors.__name__, adapter_errors.__name__, service_errors.__name__}
     ours = {kind for kind in subclasses(EngineError) if kind.__module__ in modules}
     assert len(ours) > 15
     assert {kind.reason for kind in ours} <= set(ERROR_TABLE)

@@ -1,0 +1,118 @@
+"""A safetensors file, read as untrusted bytes: a JSON head, then raw little-endian tensors.
+
+Only what an adapter may hold is read: floating-point tensors in f32, f16 or bf16.
+
+Source: the safetensors format description (8-byte length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from engine.adapters.content import Values, from_bytes
+from engine.adapters.errors import AdapterFileInvalid
+
+# 20 MB of head would be some 200,000 tensors.
+_MAX_HEAD_BYTES = 20 << 20
+_NUMBERS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies; `start` and `end` count from the beginning of the file."""
+
+    name: str
+    number: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile:
+    """An open file; its tensors by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the head.
+
+        Raises:
+            AdapterFileInvalid: The file cannot be read or is damaged.
+        """
+        self._name = path.name
+        self._map = _map(path)
+        self.tensors: Mapping[str, StoredTensor] = self._read_head()
+
+    def read(self, name: str) -> Values:
+        """Returns a copy of a tensor that is listed."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self._map, np.uint8, info.end - info.start, info.start)
+        return from_bytes(raw, info.number, info.shape).copy()
+
+    def _read_head(self) -> dict[str, StoredTensor]:
+        size = len(self._map)
+        if size < 8:
+            raise self._error("has no head")
+        (length,) = struct.unpack_from("<Q", self._map)
+        if length > min(size - 8, _MAX_HEAD_BYTES):
+            raise self._error(f"has a head of {length} bytes in a file of {size}")
+        try:
+            head: Any = json.loads(self._map[8 : 8 + length])
+        except (ValueError, RecursionError) as error:
+            raise self._error("has a head that is no JSON") from error
+        if not isinstance(head, dict):
+            raise self._error("has a head that is no object")
+        entries = cast("dict[str, Any]", head)
+        entries.pop("__metadata__", None)
+        first = 8 + length
+        return {name: self._tensor(name, entry, first) for name, entry in entries.items()}
+
+    def _tensor(self, name: str, entry: Any, first: int) -> StoredTensor:
+        shown = f"tensor {name[:128]!r}"
+        members = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        dtype, shape = members.get("dtype"), members.get("shape")
+        if not isinstance(dtype, str) or dtype not in _NUMBERS:
+            raise self._error(f"{shown} has type {str(dtype)[:16]!r}, expected F32, F16 or BF16")
+        dims, span = _integers(shape), _integers(members.get("data_offsets"))
+        if dims is None or len(dims) > 4:
+            raise self._error(f"{shown} has a bad shape")
+        number, width = _NUMBERS[dtype]
+        if span is None or len(span) != 2 or span[1] - span[0] != math.prod(dims) * width:
+            raise self._error(f"{shown} has a bad length")
+        if first + span[1] > len(self._map):
+            raise self._error(f"{shown} ends after the file")
+        return StoredTensor(name, number, tuple(dims), first + span[0], first + span[1])
+
+    def _error(self, detail: str) -> AdapterFileInvalid:
+        return AdapterFileInvalid(self._name, detail)
+
+
+def _integers(value: Any) -> list[int] | None:
+    """A list of sizes; None for anything else. Sizes of 2^48 and more are no sizes."""
+    if not isinstance(value, list):
+        return None
+    items = cast("list[Any]", value)
+    fits = (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 48 for i in items)
+    return cast("list[int]", items) if all(fits) else None
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        # Asked before opening: opening a FIFO would wait for a writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise AdapterFileInvalid(path.name, "not a regular file")
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise AdapterFileInvalid(path.name, f"cannot be read: {reason}") from error
+    except ValueError as error:
+        raise AdapterFileInvalid(path.name, "the file is empty") from error

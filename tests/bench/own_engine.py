@@ -1,0 +1,91 @@
+"""`python -m tests.bench.own_engine MODEL THREADS KERNELS CACHE`: our runner's steps, alone.
+
+What `llama-bench` does: tokens that mean nothing, no sampling, no text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.loading import Loaded, load_engine
+from engine.step import SequenceWork, StepBatch
+from engine.types import EngineConfig, Event
+from tests.bench.child import answer_all
+
+MAX_ROWS = 8
+CONTEXT_TOKENS = 2048
+MAX_CHUNK = 512
+
+
+class OwnEngine:
+    """A loaded model whose engine is never started: its runner is ours."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._runner = loaded.runner
+        self._page_tokens = loaded.plan.page_tokens
+        self._weight_bytes = loaded.weights.arena.nbytes
+
+    def answer(self, question: Mapping[str, Any]) -> Any:
+        """Runs what is asked for; rates are tokens per second."""
+        match question:
+            case {"do": "prefill", "tokens": tokens}:
+                return self.prefill(tokens)
+            case {"do": "decode", "rows": rows, "steps": steps}:
+                return self.decode(rows, steps)
+            case {"do": "weight_bytes"}:
+                return self._weight_bytes
+            case _:
+                raise ValueError(f"no such question: {question}")
+
+    def prefill(self, tokens: int) -> float:
+        """The rate of one prompt in one chunk; only its last logits are wanted."""
+        ids = [(7 * i) % 1000 + 100 for i in range(tokens)]
+        return tokens / self._timed([StepBatch((), self._work(0, 0, ids))])
+
+    def decode(self, rows: int, steps: int) -> float:
+        """The rate of `rows` sequences together, from one token on."""
+        batches = [
+            StepBatch(
+                tuple(self._work(row, at, [(31 * at + row) % 1000 + 100]) for row in range(rows)),
+                None,
+            )
+            for at in range(steps + 1)
+        ]
+        self._timed(batches[:1])
+        return rows * steps / self._timed(batches[1:])
+
+    def _timed(self, batches: Sequence[StepBatch]) -> float:
+        begun_s = time.perf_counter()
+        for batch in batches:
+            self._runner.run(batch)
+        return time.perf_counter() - begun_s
+
+    def _work(self, row: int, start: int, tokens: Sequence[int]) -> SequenceWork:
+        per_row = CONTEXT_TOKENS // MAX_ROWS // self._page_tokens
+        count = -(-(start + len(tokens)) // self._page_tokens)
+        pages = tuple(range(1 + row * per_row, 1 + row * per_row + count))
+        return SequenceWork(tokens, start, pages, wants_logits=True, window_pages=pages)
+
+
+def main(model: str, threads: str, kernels: str, cache: str) -> None:
+    """Answers until stdin ends."""
+    config = EngineConfig(
+        context_tokens=CONTEXT_TOKENS,
+        num_slots=MAX_ROWS,
+        chunk_tokens=MAX_CHUNK,
+        threads=int(threads),
+        kernels=kernels,
+        compile_cache=cache,
+    )
+    answer_all(OwnEngine(load_engine(model, config, _ignore)).answer)
+
+
+def _ignore(events: Sequence[tuple[str, Event]]) -> None:
+    del events
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
