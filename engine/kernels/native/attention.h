@@ -20,14 +20,30 @@ struct Attention {
   void* pool_keys;           // [units, page_tokens, kv_heads, dim]
   void* pool_values;
   float* out;                // [tokens, heads * dim]
+
+  // How the work is split, of which no result depends.
+  int64_t block_tokens;  // of the chunk, that share one reading of keys and values
+  int64_t num_spans;     // units that a decode row's keys are split into, per K/V head
+  float* partials;       // [decodes, kv_heads, num_spans, partial_size], null if num_spans is 1
 };
 
-// Tokens that are attended together, sharing one reading of keys and values.
-constexpr int64_t kQueryBlock = 8;
+// Keys of a span. What a token gets of each span is found from scratch and added to that of the spans
+// before it, whoever does it: one thread after another, or several at a time.
+constexpr int64_t kSpan = 512;
 
-inline int64_t query_blocks(const Attention& a) {
-  const int64_t chunk = a.num_tokens - a.num_decodes;
-  return a.num_decodes + (chunk + kQueryBlock - 1) / kQueryBlock;
+// Of one span and K/V head: the weighted sum of values, the best score and the sum of weights of every
+// query that shares the head.
+inline int64_t partial_size(const Attention& a) {
+  return a.num_heads / a.num_kv_heads * ((a.dim + 15) / 16 * 16 + 2);
+}
+
+inline int64_t chunk_blocks(const Attention& a) {
+  return (a.num_tokens - a.num_decodes + a.block_tokens - 1) / a.block_tokens;
+}
+
+// Blocks of the chunk first: they take longest.
+inline int64_t attend_units(const Attention& a) {
+  return (chunk_blocks(a) + a.num_decodes * a.num_spans) * a.num_kv_heads;
 }
 
 }  // namespace kvarts

@@ -1,11 +1,12 @@
 // The kernels of attention.h for one instruction set (KVARTS_ISA). Included once per set.
 //
-// Keys are walked in blocks of kKeys fixed positions with a running softmax, every sum in one fixed
-// order, so what a token gets depends on its own keys alone: not on the batch, the chunk, the page
-// size or the register's size.
+// Keys are walked in blocks of kKeys fixed positions with a running softmax, and in spans of blocks that
+// each start anew. Every sum has one fixed order, so what a token gets depends on its own keys alone: not
+// on the batch, the chunk, the page size, the number of threads or the register's size.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <utility>
 
 #include "attention.h"
 #include "simd.h"
@@ -107,133 +108,354 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-inline void read_row(const Attention& a, const void* pool, int64_t at, float* to, int64_t padded) {
-  int64_t i = 0;
-  if (a.is_half) {
-    const uint16_t* from = (const uint16_t*)pool + at;
-    for (; i + kLanes <= a.dim; i += kLanes) store(to + i, load_f16(from + i));
-    for (; i < a.dim; ++i) to[i] = half_to_float(from[i]);
-  } else {
-    std::memcpy(to, (const float*)pool + at, a.dim * 4);
-    i = a.dim;
+// What some queries have seen so far: the weighted sum of values, the best score, the sum of weights.
+struct Seen {
+  float* outs;    // [queries, padded]
+  float* bests;   // [queries]
+  float* totals;  // [queries]
+
+  void clear(int64_t num_queries, int64_t padded) const {
+    std::fill(outs, outs + num_queries * padded, 0.0f);
+    std::fill(bests, bests + num_queries, kMasked);
+    std::fill(totals, totals + num_queries, 0.0f);
   }
+};
+
+// exp of one number, as exp_nonpositive gives it.
+inline float exp_one(float x) { return exp_nonpositive(splat(x))[0]; }
+
+// Adds what `later` saw to `seen`.
+inline void merge(const Seen& seen, const Seen& later, int64_t num_queries, int64_t padded) {
+  for (int64_t q = 0; q < num_queries; ++q) {
+    const float best = std::max(seen.bests[q], later.bests[q]);
+    const float fade = exp_one(seen.bests[q] - best), later_fade = exp_one(later.bests[q] - best);
+    float* out = seen.outs + q * padded;
+    const float* more = later.outs + q * padded;
+    for (int64_t i = 0; i < padded; i += kLanes)
+      store(out + i, fma(load<F32>(more + i), splat(later_fade), load<F32>(out + i) * fade));
+    seen.totals[q] = __builtin_fmaf(later.totals[q], later_fade, seen.totals[q] * fade);
+    seen.bests[q] = best;
+  }
+}
+
+// Keys [begin, stop) of a block of kKeys positions that starts at `start`, for one K/V head.
+struct Block {
+  int64_t start, begin, stop;
+  float* keys;    // [dim padded to 16, kKeys]: of one dimension after another
+  float* values;  // [kKeys, padded]
+};
+
+inline F32 load_held(const Attention& a, const void* from, int64_t i) {
+  return a.is_half ? load_f16((const uint16_t*)from + i) : load<F32>((const float*)from + i);
+}
+
+// One row of the pool, widened; `to` is [padded] and what lies behind `dim` becomes 0.
+inline void read_row(const Attention& a, const void* from, float* to, int64_t padded) {
+  int64_t i = 0;
+  for (; i + kLanes <= a.dim; i += kLanes) store(to + i, load_held(a, from, i));
+  for (; i < a.dim; ++i) to[i] = a.is_half ? half_to_float(((const uint16_t*)from)[i]) : ((const float*)from)[i];
   for (; i < padded; ++i) to[i] = 0;
 }
 
-// Accumulators of values that are kept at a time, 16 lanes each: enough to hide a multiply-add.
-constexpr int kDims = 4;
-
-// out = out * fade + the weighted sum of 16 D columns of values, keys in order.
-template <int D>
-inline void add_values(const float* weights, const float* values, int64_t stride, int64_t from, int64_t to,
-                       float fade, float* out) {
-  F32 sum[D * kParts16];
-  for (int d = 0; d < D * kParts16; ++d) sum[d] = load<F32>(out + d * kLanes) * fade;
-  for (int64_t k = from; k < to; ++k) {
-    const F32 weight = splat(weights[k]);
-    for (int d = 0; d < D * kParts16; ++d) sum[d] = fma(weight, load<F32>(values + k * stride + d * kLanes), sum[d]);
-  }
-  for (int d = 0; d < D * kParts16; ++d) store(out + d * kLanes, sum[d]);
-}
-
-// Block `block` of query_blocks, one K/V head; false if memory is out.
-inline bool attend(const Attention& a, int64_t block, int64_t kv_head, Scratch& scratch) {
-  const bool is_decode = block < a.num_decodes;
-  const int64_t first = is_decode ? block : a.num_decodes + (block - a.num_decodes) * kQueryBlock;
-  const int64_t end = is_decode ? first + 1 : std::min(first + kQueryBlock, a.num_tokens);
-  const int64_t group = a.num_heads / a.num_kv_heads, padded = (a.dim + 15) / 16 * 16;
-  const int32_t* table = a.tables + (is_decode ? block : a.num_decodes) * a.table_pages;
-  const int64_t num_queries = (end - first) * group;
-  float* const keys = scratch.floats(2 * (kKeys + num_queries) * padded + 2 * num_queries);
-  if (!keys) return false;
-  float* const values = keys + kKeys * padded;
-  float* const queries = values + kKeys * padded;
-  float* const outs = queries + num_queries * padded;
-  float* const bests = outs + num_queries * padded;
-  float* const totals = bests + num_queries;
-  std::fill(queries, bests, 0.0f);
-  std::fill(bests, totals, kMasked);
-  std::fill(totals, totals + num_queries, 0.0f);
-  int32_t latest = -1, earliest = INT32_MAX;
-  for (int64_t n = first; n < end; ++n) {
-    if (a.positions[n] >= 0) earliest = std::min(earliest, a.positions[n]);
-    latest = std::max(latest, a.positions[n]);
-    for (int64_t h = 0; h < group; ++h) {
-      const float* q = a.queries + (n * a.num_heads + kv_head * group + h) * a.dim;
-      float* to = queries + ((n - first) * group + h) * padded;
-      for (int64_t i = 0; i < a.dim; ++i) to[i] = q[i] * a.scale;
+// `row` has room for one padded row.
+inline void read_block(const Attention& a, const int32_t* table, int64_t kv_head, const Block& block, float* row,
+                       int64_t padded) {
+  const int64_t size = a.is_half ? 2 : 4;
+  const void* keys[kKeys];
+  for (int64_t k = block.begin; k < block.stop;) {
+    const int64_t page = k / a.page_tokens, end = std::min(block.stop, (page + 1) * a.page_tokens);
+    int64_t at = (((int64_t)table[page] * a.page_tokens + k % a.page_tokens) * a.num_kv_heads + kv_head) * a.dim * size;
+    for (; k < end; ++k, at += a.num_kv_heads * a.dim * size) {
+      keys[k - block.start] = (const char*)a.pool_keys + at;
+      read_row(a, (const char*)a.pool_values + at, block.values + (k - block.start) * padded, padded);
     }
   }
-  const int64_t low = latest < 0 ? 0 : std::max<int64_t>(0, (int64_t)earliest - a.window + 1);
-  for (int64_t start = low / kKeys * kKeys; start <= latest; start += kKeys) {
-    const int64_t begin = std::max(start, low), stop = std::min<int64_t>(start + kKeys, (int64_t)latest + 1);
-    for (int64_t k = begin; k < stop; ++k) {
-      const int64_t unit = table[k / a.page_tokens];
-      const int64_t at = ((unit * a.page_tokens + k % a.page_tokens) * a.num_kv_heads + kv_head) * a.dim;
-      read_row(a, a.pool_keys, at, keys + (k - start) * padded, padded);
-      read_row(a, a.pool_values, at, values + (k - start) * padded, padded);
-    }
-    for (int64_t n = first; n < end; ++n) {
-      const int64_t position = a.positions[n];
-      const int64_t from = std::max<int64_t>(start, position - a.window + 1) - start;
-      const int64_t to = std::min<int64_t>(start + kKeys, position + 1) - start;
-      if (position < 0 || from >= to) continue;
-      for (int64_t h = 0; h < group; ++h) {
-        const int64_t q = (n - first) * group + h;
-        const float* query = queries + q * padded;
-        float scores[kKeys];
-        float most = kMasked;
-        for (int64_t k = from / 16 * 16; k < to; k += 16) {
-          F32 parts[16][kParts16] = {};
-          for (int64_t i = 0; i < padded; i += 16)
-            for (int p = 0; p < kParts16; ++p) {
-              const F32 part = load<F32>(query + i + p * kLanes);
-              for (int64_t key = 0; key < 16; ++key)
-                parts[key][p] = fma(part, load<F32>(keys + (k + key) * padded + i + p * kLanes), parts[key][p]);
-            }
-          sums16(parts, scores + k);
-        }
-        for (int64_t k = 0; k < kKeys; ++k) {
-          if (k < from || k >= to) scores[k] = kMasked;
-          else if (a.soft_cap > 0) scores[k] = a.soft_cap * std::tanh(scores[k] / a.soft_cap);
-          most = std::max(most, scores[k]);
-        }
-        const float best = std::max(bests[q], most), fade = std::exp(bests[q] - best);
-        F32 sums[kParts16] = {};
-        for (int64_t k = 0; k < kKeys; k += 16)
-          for (int p = 0; p < kParts16; ++p) {
-            float* at = scores + k + p * kLanes;
-            const F32 weight = exp_nonpositive(load<F32>(at) - best);
-            sums[p] += weight;
-            store(at, weight);
-          }
-        bests[q] = best;
-        totals[q] = totals[q] * fade + sum16(sums);
-        float* out = outs + q * padded;
-        for (int64_t i = 0; i < padded; i += 16 * kDims) {
-          const int dims = (int)std::min<int64_t>(kDims, (padded - i) / 16);
-          if (dims == kDims) add_values<kDims>(scores, values + i, padded, from, to, fade, out + i);
-          else for (int d = 0; d < dims; ++d) add_values<1>(scores, values + i + 16 * d, padded, from, to, fade, out + i + 16 * d);
+  const bool is_whole = a.dim == padded;
+  for (int64_t first = (block.begin - block.start) / 16 * 16; first < block.stop - block.start; first += 16) {
+    for (int64_t i = 0; i < padded; i += 16) {
+      F32 rows[16][kParts16];
+      for (int64_t k = 0; k < 16; ++k) {
+        const int64_t at = block.start + first + k;
+        const bool is_held = at >= block.begin && at < block.stop;
+        if (is_held && !is_whole && i + 16 > a.dim) read_row(a, keys[first + k], row, padded);
+        for (int p = 0; p < kParts16; ++p) {
+          if (!is_held) rows[k][p] = F32{};
+          else if (is_whole || i + 16 <= a.dim) rows[k][p] = load_held(a, keys[first + k], i + p * kLanes);
+          else rows[k][p] = load<F32>(row + i + p * kLanes);
         }
       }
+      store_transposed(rows, block.keys + i * kKeys + first, kKeys);
     }
   }
-  for (int64_t n = first; n < end; ++n)
-    for (int64_t h = 0; h < group; ++h) {
-      const int64_t q = (n - first) * group + h;
-      const float inverse = totals[q] > 0 ? 1.0f / totals[q] : 0.0f;
-      float* to = a.out + (n * a.num_heads + kv_head * group + h) * a.dim;
-      for (int64_t i = 0; i < a.dim; ++i) to[i] = outs[q * padded + i] * inverse;
+}
+
+// Registers of keys, or of values, that are multiplied at a time.
+constexpr int kWide = kLanes == 16 ? 4 : 2;
+
+// Scores of Q queries with all keys of a block: one multiply-add per dimension, in order.
+template <int Q>
+inline void block_scores(const float* queries, int64_t dim, const float* keys, float (*scores)[kKeys]) {
+  for (int64_t k = 0; k < kKeys; k += kWide * kLanes) {
+    F32 sums[Q][kWide] = {};
+    for (int64_t i = 0; i < dim; ++i) {
+      F32 key[kWide];
+      for (int w = 0; w < kWide; ++w) key[w] = load<F32>(keys + i * kKeys + k + w * kLanes);
+      for (int q = 0; q < Q; ++q) {
+        const F32 query = splat(queries[q * dim + i]);
+        for (int w = 0; w < kWide; ++w) sums[q][w] = fma(query, key[w], sums[q][w]);
+      }
     }
+    for (int q = 0; q < Q; ++q)
+      for (int w = 0; w < kWide; ++w) store(scores[q] + k + w * kLanes, sums[q][w]);
+  }
+}
+
+// tanh to about 1e-7.
+inline F32 tanh_f32(F32 x) {
+  const I32 is_negative = x < 0.0f;
+  const F32 magnitude = is_negative ? -x : x;
+  const F32 t = exp_nonpositive(magnitude * -2.0f);
+  const F32 y = (1.0f - t) / (1.0f + t);
+  return is_negative ? -y : y;
+}
+
+// Turns the scores of keys [from, to) into weights, those of other keys into 0.
+// Returns by how much what was seen before counts less.
+inline float weigh(const Attention& a, float* scores, int64_t from, int64_t to, float* best, float* total) {
+  if (a.soft_cap > 0)
+    for (int64_t k = 0; k < kKeys; k += kLanes)
+      store(scores + k, tanh_f32(load<F32>(scores + k) / a.soft_cap) * a.soft_cap);
+  if (from > 0) std::fill(scores, scores + from, kMasked);
+  if (to < kKeys) std::fill(scores + to, scores + kKeys, kMasked);
+  F32 most = load<F32>(scores);
+  for (int64_t k = kLanes; k < kKeys; k += kLanes) most = select_max(load<F32>(scores + k), most);
+  float new_best = *best;
+  for (int i = 0; i < kLanes; ++i) new_best = std::max(new_best, most[i]);
+  const float fade = exp_one(*best - new_best);
+  F32 sums[kParts16] = {};
+  for (int64_t k = 0; k < kKeys; k += 16)
+    for (int p = 0; p < kParts16; ++p) {
+      float* at = scores + k + p * kLanes;
+      const F32 weight = exp_nonpositive(load<F32>(at) - new_best);
+      sums[p] += weight;
+      store(at, weight);
+    }
+  *best = new_best;
+  *total = *total * fade + sum16(sums);
+  return fade;
+}
+
+// Adds keys [from, to) to W registers of Q queries, keys in order.
+template <int Q, int W>
+inline void add_columns(const float (*weights)[kKeys], const float* values, int64_t padded, int64_t from, int64_t to,
+                        float* outs) {
+  F32 sums[Q][W];
+  for (int q = 0; q < Q; ++q)
+    for (int w = 0; w < W; ++w) sums[q][w] = load<F32>(outs + q * padded + w * kLanes);
+  for (int64_t k = from; k < to; ++k) {
+    F32 value[W];
+    for (int w = 0; w < W; ++w) value[w] = load<F32>(values + k * padded + w * kLanes);
+    for (int q = 0; q < Q; ++q) {
+      const F32 weight = splat(weights[q][k]);
+      for (int w = 0; w < W; ++w) sums[q][w] = fma(weight, value[w], sums[q][w]);
+    }
+  }
+  for (int q = 0; q < Q; ++q)
+    for (int w = 0; w < W; ++w) store(outs + q * padded + w * kLanes, sums[q][w]);
+}
+
+template <int Q>
+inline void add_values(const float (*weights)[kKeys], const float* values, int64_t padded, int64_t from, int64_t to,
+                       float* outs) {
+  if (from >= to) return;
+  int64_t i = 0;
+  for (; i + kWide * kLanes <= padded; i += kWide * kLanes)
+    add_columns<Q, kWide>(weights, values + i, padded, from, to, outs + i);
+  for (; i < padded; i += kLanes) add_columns<Q, 1>(weights, values + i, padded, from, to, outs + i);
+}
+
+// The keys of a block that a query sees, from its start.
+struct Range {
+  int64_t from, to;
+};
+
+inline Range visible(const Attention& a, const Block& block, int64_t position) {
+  const int64_t from = std::max(block.begin, position - a.window + 1) - block.start;
+  const int64_t to = std::min(block.stop, position + 1) - block.start;
+  return position < 0 || from >= to ? Range{0, 0} : Range{from, to};
+}
+
+// Q neighbouring queries and one block. A key that one of them does not see is not multiplied by 0 for
+// it, but left out: it may hold anything.
+template <int Q>
+inline void attend_block(const Attention& a, const Block& block, const Range* ranges, const float* queries,
+                         int64_t padded, float* outs, float* bests, float* totals) {
+  Range common{0, kKeys}, any{kKeys, 0};
+  for (int q = 0; q < Q; ++q) {
+    common = {std::max(common.from, ranges[q].from), std::min(common.to, ranges[q].to)};
+    if (ranges[q].from < ranges[q].to) any = {std::min(any.from, ranges[q].from), std::max(any.to, ranges[q].to)};
+  }
+  if (any.from >= any.to) return;
+  if (common.from >= common.to) common = {kKeys, kKeys};
+  float scores[Q][kKeys];
+  block_scores<Q>(queries, a.dim, block.keys, scores);
+  for (int q = 0; q < Q; ++q) {
+    const Range own = ranges[q];
+    if (own.from >= own.to) continue;
+    float* out = outs + q * padded;
+    const float fade = weigh(a, scores[q], own.from, own.to, bests + q, totals + q);
+    if (fade != 1.0f)
+      for (int64_t i = 0; i < padded; i += kLanes) store(out + i, load<F32>(out + i) * fade);
+    add_values<1>(scores + q, block.values, padded, own.from, std::min(own.to, common.from), out);
+  }
+  add_values<Q>(scores, block.values, padded, common.from, common.to, outs);
+  for (int q = 0; q < Q; ++q)
+    add_values<1>(scores + q, block.values, padded, std::max(ranges[q].from, common.to), ranges[q].to, outs + q * padded);
+}
+
+// Queries that are multiplied at a time.
+constexpr int kQueries = 4;
+
+template <int Q>
+inline void attend_rest(int64_t count, const Attention& a, const Block& block, const Range* ranges,
+                        const float* queries, int64_t padded, const Seen& seen, int64_t first) {
+  if constexpr (Q > 0) {
+    if (count != Q) return attend_rest<Q - 1>(count, a, block, ranges, queries, padded, seen, first);
+    attend_block<Q>(a, block, ranges, queries, padded, seen.outs + first * padded, seen.bests + first, seen.totals + first);
+  }
+}
+
+// Tokens [first, end) of one row, which share one K/V head: their queries, and memory to work in.
+struct Unit {
+  const Attention& a;
+  int64_t first, end, kv_head, group, num_queries, padded;
+  const int32_t* table;
+  int64_t low, latest;  // the keys that any of them sees
+  float *keys, *values, *row, *queries;
+  Range* ranges;
+  Seen seen, span;
+
+  Unit(const Attention& attention, int64_t row_first, int64_t row_end, const int32_t* row_table, int64_t head)
+      : a(attention), first(row_first), end(row_end), kv_head(head), group(a.num_heads / a.num_kv_heads),
+        num_queries((end - first) * group), padded((a.dim + 15) / 16 * 16), table(row_table), low(0), latest(-1) {
+    int64_t earliest = INT64_MAX;
+    for (int64_t n = first; n < end; ++n) {
+      if (a.positions[n] < 0) continue;
+      earliest = std::min<int64_t>(earliest, a.positions[n]);
+      latest = std::max<int64_t>(latest, a.positions[n]);
+    }
+    if (latest >= 0) low = std::max<int64_t>(0, earliest - a.window + 1);
+  }
+
+  // False if memory is out.
+  bool prepare(Scratch& scratch) {
+    const int64_t sizes = 2 * kKeys * padded + padded + num_queries * (a.dim + 2 * padded + 4 + 4);
+    float* at = scratch.floats(sizes);
+    if (!at) return false;
+    const auto take = [&](int64_t count) { return std::exchange(at, at + count); };
+    ranges = (Range*)take(num_queries * sizeof(Range) / sizeof(float));
+    keys = take(kKeys * padded);
+    values = take(kKeys * padded);
+    row = take(padded);
+    queries = take(num_queries * a.dim);
+    seen = {take(num_queries * padded), take(num_queries), take(num_queries)};
+    span = {take(num_queries * padded), take(num_queries), take(num_queries)};
+    for (int64_t n = first; n < end; ++n)
+      for (int64_t h = 0; h < group; ++h) {
+        const float* q = a.queries + (n * a.num_heads + kv_head * group + h) * a.dim;
+        float* to = queries + ((n - first) * group + h) * a.dim;
+        for (int64_t i = 0; i < a.dim; ++i) to[i] = q[i] * a.scale;
+      }
+    return true;
+  }
+
+  // What the keys of one span give, from scratch.
+  void walk(int64_t number, const Seen& to) const {
+    to.clear(num_queries, padded);
+    const int64_t from = std::max(low, number * kSpan), stop = std::min(latest + 1, (number + 1) * kSpan);
+    for (int64_t start = from / kKeys * kKeys; start < stop; start += kKeys) {
+      const Block block{start, std::max(start, from), std::min(start + kKeys, stop), keys, values};
+      read_block(a, table, kv_head, block, row, padded);
+      for (int64_t q = 0; q < num_queries; ++q) ranges[q] = visible(a, block, a.positions[first + q / group]);
+      for (int64_t q = 0; q < num_queries; q += kQueries)
+        attend_rest<kQueries>(std::min<int64_t>(kQueries, num_queries - q), a, block, ranges + q, queries + q * a.dim,
+                              padded, to, q);
+    }
+  }
+
+  void finish() const {
+    for (int64_t n = first; n < end; ++n)
+      for (int64_t h = 0; h < group; ++h) {
+        const int64_t q = (n - first) * group + h;
+        const float inverse = seen.totals[q] > 0 ? 1.0f / seen.totals[q] : 0.0f;
+        float* to = a.out + (n * a.num_heads + kv_head * group + h) * a.dim;
+        for (int64_t i = 0; i < a.dim; ++i) to[i] = seen.outs[q * padded + i] * inverse;
+      }
+  }
+};
+
+inline Unit decode_unit(const Attention& a, int64_t row, int64_t kv_head) {
+  return Unit(a, row, row + 1, a.tables + row * a.table_pages, kv_head);
+}
+
+inline Seen partial(const Attention& a, int64_t row, int64_t kv_head, int64_t span, const Unit& unit) {
+  float* outs = a.partials + ((row * a.num_kv_heads + kv_head) * a.num_spans + span) * partial_size(a);
+  float* bests = outs + unit.num_queries * unit.padded;
+  return {outs, bests, bests + unit.num_queries};
+}
+
+// A thread keeps its scratch: filling fresh memory costs more than a short attention. The model's head
+// size and group bound it.
+inline Scratch& thread_scratch() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
+inline bool attend_whole(Unit unit) {
+  if (!unit.prepare(thread_scratch())) return false;
+  unit.seen.clear(unit.num_queries, unit.padded);
+  for (int64_t span = unit.low / kSpan; span * kSpan <= unit.latest; ++span) {
+    unit.walk(span, unit.span);
+    merge(unit.seen, unit.span, unit.num_queries, unit.padded);
+  }
+  unit.finish();
   return true;
 }
 
-inline bool attend_blocks(const Attention& a, int64_t first, int64_t end) {
-  // A thread keeps its scratch: filling fresh memory costs more than a short attention. The model's
-  // head size and group bound it.
-  thread_local Scratch scratch;
+// One of attend_units.
+inline bool attend_unit(const Attention& a, int64_t number) {
+  const int64_t kv_head = number % a.num_kv_heads, block = number / a.num_kv_heads, blocks = chunk_blocks(a);
+  if (block < blocks) {
+    const int64_t first = a.num_decodes + block * a.block_tokens;
+    const int64_t end = std::min(first + a.block_tokens, a.num_tokens);
+    return attend_whole(Unit(a, first, end, a.tables + a.num_decodes * a.table_pages, kv_head));
+  }
+  const int64_t row = (block - blocks) / a.num_spans, span = (block - blocks) % a.num_spans;
+  Unit unit = decode_unit(a, row, kv_head);
+  if (!a.partials) return attend_whole(unit);
+  if (span < unit.low / kSpan || span * kSpan > unit.latest) return true;
+  if (!unit.prepare(thread_scratch())) return false;
+  unit.walk(span, partial(a, row, kv_head, span, unit));
+  return true;
+}
+
+inline bool attend_units(const Attention& a, int64_t first, int64_t end) {
   for (int64_t unit = first; unit < end; ++unit)
-    if (!attend(a, unit / a.num_kv_heads, unit % a.num_kv_heads, scratch)) return false;
+    if (!attend_unit(a, unit)) return false;
+  return true;
+}
+
+// Puts the spans of decode rows [first, end) together, in order.
+inline bool merge_rows(const Attention& a, int64_t first, int64_t end) {
+  for (int64_t row = first; row < end; ++row)
+    for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+      Unit unit = decode_unit(a, row, kv_head);
+      if (!unit.prepare(thread_scratch())) return false;
+      unit.seen.clear(unit.num_queries, unit.padded);
+      for (int64_t span = unit.low / kSpan; span * kSpan <= unit.latest; ++span)
+        merge(unit.seen, partial(a, row, kv_head, span, unit), unit.num_queries, unit.padded);
+      unit.finish();
+    }
   return true;
 }
 

@@ -211,6 +211,20 @@ bool indexes_fit(const Attention& a, int64_t num_units) {
   return latest < 0 || row_fits(a, a.num_decodes, earliest, latest, num_units);
 }
 
+// Decides how attention is shared by threads. Returns memory for spans, if decode rows are split.
+std::unique_ptr<float[]> split_work(Attention& a, int64_t threads) {
+  const int64_t group = a.num_heads / a.num_kv_heads, wanted = 4 * threads;
+  const int64_t chunk = a.num_tokens - a.num_decodes;
+  // A block's queries stay in the second cache; few blocks would leave threads idle.
+  a.block_tokens = std::clamp<int64_t>(96 / group, 1, 32);
+  while (a.block_tokens > 4 && (chunk + a.block_tokens - 1) / a.block_tokens * a.num_kv_heads < wanted) a.block_tokens /= 2;
+  int64_t latest = 0;
+  for (int64_t n = 0; n < a.num_decodes; ++n) latest = std::max<int64_t>(latest, a.positions[n]);
+  a.num_spans = a.num_decodes * a.num_kv_heads < wanted ? latest / kSpan + 1 : 1;
+  if (a.num_spans == 1) return nullptr;
+  return std::unique_ptr<float[]>(new float[a.num_decodes * a.num_kv_heads * a.num_spans * partial_size(a)]);
+}
+
 using Numbers = ffi::BufferR3<ffi::F32>;
 using Indexes = ffi::BufferR1<ffi::S32>;
 
@@ -254,15 +268,19 @@ ffi::Error Attend(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Indexes
   if (!indexes_fit(a, keys->dimensions()[0])) return invalid("attend: a position or a page is out of range");
   const Kernels& kernels = chosen();
   kernels.store_tokens(a, 0, a.num_tokens);
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  std::unique_ptr<float[]> partials = split_work(a, threads);
+  a.partials = partials.get();
   int64_t held = 0;
   for (int64_t n = 0; n < a.num_tokens; ++n) held += a.positions[n] + 1;
-  const int64_t work = query_blocks(a) * a.num_kv_heads;
+  const int64_t work = attend_units(a);
   const bool is_small = held * a.num_heads * a.dim < kWorthSharing;
-  const int64_t grain = is_small ? work : work / (16 * std::max<int64_t>(1, pool.num_threads()));
+  const int64_t grain = is_small ? work : work / (16 * threads);
   std::atomic<bool> has_memory{true};
   parallel_for(pool, work, grain, [a, &kernels, &has_memory](int64_t f, int64_t e) noexcept {
     if (!kernels.attend(a, f, e)) has_memory = false;
   });
+  if (a.partials && !kernels.merge_rows(a, 0, a.num_decodes)) has_memory = false;
   return has_memory ? ffi::Error::Success() : out_of_memory();
 } catch (const std::bad_alloc&) {
   return out_of_memory();

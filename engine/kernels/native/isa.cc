@@ -9,6 +9,6 @@
 namespace kvarts {
 namespace KVARTS_ISA {
 extern const Kernels kernels;
-const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_blocks};
+const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows};
 }  // namespace KVARTS_ISA
 }  // namespace kvarts

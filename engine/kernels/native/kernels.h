@@ -56,8 +56,10 @@ struct Kernels {
   void (*norm)(const Norm&, int64_t first, int64_t end);
   // Keys and values of tokens [first, end) into the pool.
   void (*store_tokens)(const Attention&, int64_t first, int64_t end);
-  // Units [first, end) of query_blocks x kv_heads; false if there is no memory for it.
+  // Units [first, end) of attend_units; false if there is no memory for it.
   bool (*attend)(const Attention&, int64_t first, int64_t end);
+  // Decode rows [first, end), if they were split into spans.
+  bool (*merge_rows)(const Attention&, int64_t first, int64_t end);
 };
 
 }  // namespace kvarts

@@ -159,28 +159,52 @@ inline float sum16(const F32* parts) {
   return t[0];
 }
 
-// The same for 16 vectors at once: to[k] is the sum of v[k], as sum16 gives it.
-inline void sums16(const F32 (*v)[kParts16], float* to) {
+// Writes 16 vectors of 16 lanes as columns: to[i * stride + k] is lane i of v[k].
+inline void store_transposed(const F32 (*v)[kParts16], float* to, int64_t stride) {
 #if defined(__AVX512F__)
-  // Each step folds two vectors into one: the first's sums in the lower lanes of each half.
-  __m512 a[16];
-  for (int k = 0; k < 16; ++k) a[k] = (__m512)v[k][0];
-  __m512 b[8], c[4], d[2];
-  for (int k = 0; k < 8; ++k) {  // lanes i and i + 8 of vectors k and k + 8
-    b[k] = _mm512_add_ps(_mm512_shuffle_f32x4(a[k], a[k + 8], 0x44), _mm512_shuffle_f32x4(a[k], a[k + 8], 0xee));
+  __m512 a[16], b[16];
+  for (int k = 0; k < 16; k += 2) {  // within 128 bits, pairs of vectors
+    a[k] = _mm512_unpacklo_ps((__m512)v[k][0], (__m512)v[k + 1][0]);
+    a[k + 1] = _mm512_unpackhi_ps((__m512)v[k][0], (__m512)v[k + 1][0]);
   }
-  for (int k = 0; k < 4; ++k) {  // + 4: 128-bit lanes 0 and 1, 2 and 3
-    c[k] = _mm512_add_ps(_mm512_shuffle_f32x4(b[k], b[k + 4], 0x88), _mm512_shuffle_f32x4(b[k], b[k + 4], 0xdd));
+  for (int k = 0; k < 16; k += 4) {  // b[k + j]: lanes j, j + 4, j + 8, j + 12 of vectors k to k + 3
+    b[k] = (__m512)_mm512_unpacklo_pd((__m512d)a[k], (__m512d)a[k + 2]);
+    b[k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[k], (__m512d)a[k + 2]);
+    b[k + 2] = (__m512)_mm512_unpacklo_pd((__m512d)a[k + 1], (__m512d)a[k + 3]);
+    b[k + 3] = (__m512)_mm512_unpackhi_pd((__m512d)a[k + 1], (__m512d)a[k + 3]);
   }
-  for (int k = 0; k < 2; ++k) {  // + 2
-    d[k] = _mm512_add_ps(_mm512_shuffle_ps(c[k], c[k + 2], 0x44), _mm512_shuffle_ps(c[k], c[k + 2], 0xee));
+  for (int j = 0; j < 4; ++j) {
+    const __m512 even = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88), odd = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xdd);
+    const __m512 even2 = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x88);
+    const __m512 odd2 = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xdd);
+    _mm512_storeu_ps(to + j * stride, _mm512_shuffle_f32x4(even, even2, 0x88));
+    _mm512_storeu_ps(to + (j + 4) * stride, _mm512_shuffle_f32x4(odd, odd2, 0x88));
+    _mm512_storeu_ps(to + (j + 8) * stride, _mm512_shuffle_f32x4(even, even2, 0xdd));
+    _mm512_storeu_ps(to + (j + 12) * stride, _mm512_shuffle_f32x4(odd, odd2, 0xdd));
   }
-  const __m512 e = _mm512_add_ps(_mm512_shuffle_ps(d[0], d[1], 0x88), _mm512_shuffle_ps(d[0], d[1], 0xdd));  // + 1
-  // The lanes of e hold the vectors in this order.
-  const __m512i place = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
-  _mm512_storeu_ps(to, _mm512_permutexvar_ps(place, e));
+#elif defined(__AVX2__)
+  for (int k = 0; k < 16; k += 8)
+    for (int p = 0; p < 2; ++p) {
+      __m256 a[8], b[8];
+      for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps((__m256)v[k + i][p], (__m256)v[k + i + 1][p]);
+        a[i + 1] = _mm256_unpackhi_ps((__m256)v[k + i][p], (__m256)v[k + i + 1][p]);
+      }
+      for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+      }
+      for (int j = 0; j < 4; ++j) {
+        float* at = to + (8 * p + j) * stride + k;
+        _mm256_storeu_ps(at, _mm256_permute2f128_ps(b[j], b[j + 4], 0x20));
+        _mm256_storeu_ps(at + 4 * stride, _mm256_permute2f128_ps(b[j], b[j + 4], 0x31));
+      }
+    }
 #else
-  for (int k = 0; k < 16; ++k) to[k] = sum16(v[k]);
+  for (int k = 0; k < 16; ++k)
+    for (int i = 0; i < 16; ++i) to[i * stride + k] = v[k][i / kLanes][i % kLanes];
 #endif
 }
 

@@ -26,9 +26,10 @@ pytestmark = requires_native
 UNLIMITED = 2**30
 # jax has two types for what a kernel refuses: the second from a program's second call on.
 REFUSALS = (RuntimeError, ValueError)
-TABLE_TOKENS = 512
-# Keys that the kernel walks at a time.
+TABLE_TOKENS = 1280
+# Keys that the kernel walks at a time, and those after which it starts anew.
 BLOCK = 64
+SPAN = 512
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -186,12 +187,18 @@ def assert_decodes(shape: Shape, lengths: Sequence[int]) -> None:
 
 
 EDGES = [BLOCK - 1, 1, BLOCK, 0, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7, 300]
+SPANS = [SPAN - 1, SPAN, SPAN + 1, 2 * SPAN + 70]
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4"])
 @pytest.mark.parametrize("page", [16, 32, 64])
 def test_rows_of_any_length_attend_to_their_own_pages(page: int, dtype: str) -> None:
     assert_decodes(Shape(page=page, dtype=dtype), EDGES)
+
+
+@pytest.mark.parametrize("window", [UNLIMITED, SPAN + 40])
+def test_keys_beyond_a_span_are_added_to_those_before_it(window: int) -> None:
+    assert_decodes(Shape(window=window), SPANS)
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4"])
@@ -366,6 +373,8 @@ BITS = [
     Shape(head_dim=64, num_heads=9, num_kv_heads=3, soft_cap=4.0),
 ]
 CROWD = [200, 64, 65, 1, 63, 128, 300, 17]
+# More rows than are worth splitting: each walks its own spans, where one alone shares them out.
+LONG = [*SPANS, 700, 3, *[5] * 30]
 
 
 def decode_bits(shape: Shape, lengths: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -405,6 +414,19 @@ def test_a_token_is_the_same_alone_in_a_batch_in_chunks_and_on_any_page_size(sha
     for isa in instruction_sets():
         with instructions(isa):
             np.testing.assert_array_equal(chunk_bits(shape, 200, [200]), whole, isa)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(num_heads=5, num_kv_heads=1, window=SPAN + 9)])
+def test_a_token_is_the_same_whether_its_spans_are_shared_out_or_not(shape: Shape) -> None:
+    together = decode_bits(shape, LONG)
+    for row, length in enumerate(LONG[:6]):
+        for isa in instruction_sets():
+            with instructions(isa):
+                np.testing.assert_array_equal(decode_bits(shape, [length])[0], together[row])
+    longest = SPANS[-1]
+    for sizes in ([longest], [600, longest - 600], [SPAN, SPAN, longest - 2 * SPAN]):
+        whole = chunk_bits(shape, longest, sizes)
+        np.testing.assert_array_equal(whole[-1], together[len(SPANS) - 1], str(sizes))
 
 
 @settings(max_examples=25)
