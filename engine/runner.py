@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -21,14 +21,17 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.content import AdapterContent
 from engine.errors import InvalidField
+from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
-from engine.model.context import StepInputs
 from engine.model.decoder import forward
 from engine.model.page_io import PageIo
-from engine.model.place import FULL, Place, num_units, place_layers
+from engine.model.place import Place, num_units, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
+from engine.packed_step import Bucket, PackedStep, StepLimits
 from engine.step import (
     FloatArray,
     IntArray,
@@ -37,7 +40,6 @@ from engine.step import (
     PageRead,
     PoolLost,
     RowLogits,
-    SequenceWork,
     StepBatch,
 )
 from engine.types import PoolKind
@@ -64,22 +66,7 @@ class RunnerConfig:
     page_tokens: int
     kv_dtype: str
     num_window_pages: int = 0
-
-
-@dataclass(frozen=True, order=True)
-class _Bucket:
-    """A compiled shape: `rows` decode rows and `chunk` prefill tokens."""
-
-    rows: int
-    chunk: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows + self.chunk
-
-    @property
-    def outputs(self) -> int:
-        return self.rows + (1 if self.chunk else 0)
+    adapters: AdapterCapacity = field(default_factory=AdapterCapacity)
 
 
 @dataclass(frozen=True)
@@ -156,13 +143,11 @@ class JaxRunner:
         self._page_io = PageIo(
             self._pool, self._places, (config.num_pages, config.num_window_pages)
         )
-        self._num_kinds = 2 if spec.num_window_layers else 1
         self._weights = weights
         self._config = config
-        self._table_pages = -(-config.context_tokens // BLOCK_TOKENS) * (
-            BLOCK_TOKENS // config.page_tokens
-        )
-        self._programs: dict[_Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
+        self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
+        self._limits = _step_limits(spec, config)
+        self._programs: dict[Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         self._stop_counting = weakref.finalize(
@@ -192,11 +177,11 @@ class JaxRunner:
         """Every compiled shape as (decode rows, chunk tokens)."""
         return [(b.rows, b.chunk) for b in self._buckets()]
 
-    def _buckets(self) -> list[_Bucket]:
+    def _buckets(self) -> list[Bucket]:
         rows = _row_buckets(self._config.max_rows)
         chunks = [c for c in _CHUNK_BUCKETS if c < self._config.max_chunk]
         chunks.append(self._config.max_chunk)
-        return [_Bucket(r, 0) for r in rows] + [_Bucket(rows[-1], c) for c in chunks]
+        return [Bucket(r, 0) for r in rows] + [Bucket(rows[-1], c) for c in chunks]
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
         """Compiles every bucket and the transfers of pages; runs the small ones once on padding.
@@ -206,8 +191,11 @@ class JaxRunner:
             workers: Compilations at a time; tracing holds the interpreter, compiling does not.
         """
         buckets = self._buckets()
+        if self._banks:
+            buckets += [replace(bucket, has_adapters=True) for bucket in buckets]
         work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
         work += self._page_io.compilations(self._pool)
+        work += self._banks.compilations() if self._banks else []
         with ThreadPoolExecutor(workers) as pool:
             compiling = [pool.submit(one) for one in work]
             for done, compiled in enumerate(compiling, 1):
@@ -217,17 +205,24 @@ class JaxRunner:
         for bucket in buckets:
             if bucket.chunk > _CHUNK_BUCKETS[0]:
                 continue  # a long chunk takes as long on padding as on a prompt
-            self._call(bucket, self._pack(bucket, StepBatch((), None)))
+            self._call(bucket, self._packed(bucket).pack(StepBatch((), None)))
 
-    def _prepare(self, bucket: _Bucket) -> None:
+    def _packed(self, bucket: Bucket) -> PackedStep:
+        return PackedStep(bucket, self._limits)
+
+    def _prepare(self, bucket: Bucket) -> None:
         self._programs[bucket] = self._compile(bucket)
 
-    def _compile(self, bucket: _Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
-        shape = _PackedShape(bucket, self._num_kinds, self._table_pages)
+    def _compile(self, bucket: Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
+        shape = self._packed(bucket)
         step = partial(_step, self._spec, shape)
-        packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32)
-        jitted = jax.jit(step, donate_argnums=2)
-        return jitted.lower(self._weights, self._places, self._pool, packed).compile()
+        packed = jax.ShapeDtypeStruct((shape.length,), jnp.int32)
+        jitted = jax.jit(step, donate_argnums=3)
+        banks = self._bank_arrays(bucket)
+        return jitted.lower(self._weights, banks, self._places, self._pool, packed).compile()
+
+    def _bank_arrays(self, bucket: Bucket) -> BankArrays | None:
+        return self._banks.arrays if self._banks and bucket.has_adapters else None
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Evaluates a step; see `engine.step.Runner.run`.
@@ -237,7 +232,7 @@ class JaxRunner:
             PoolLost: The step failed with the pools in its hands; they are new and empty now.
         """
         bucket = self._bucket_for(batch)
-        outputs = self._call(bucket, self._pack(bucket, batch))
+        outputs = self._call(bucket, self._packed(bucket).pack(batch))
         rows: list[RowLogits | None] = [
             _DeviceRow(outputs, i, self._spec.vocab_size) if work.wants_logits else None
             for i, work in enumerate(batch.decodes)
@@ -246,6 +241,16 @@ class JaxRunner:
             wanted = batch.chunk.wants_logits
             rows.append(_DeviceRow(outputs, bucket.rows, self._spec.vocab_size) if wanted else None)
         return rows
+
+    def write_adapter(self, place: int, content: AdapterContent) -> None:
+        """See `engine.adapters.store.AdapterStore`."""
+        assert self._banks, "an adapter without a place"
+        self._banks.write(place, content)
+
+    def clear_adapter(self, place: int) -> None:
+        """See `engine.adapters.store.AdapterStore`."""
+        assert self._banks, "an adapter without a place"
+        self._banks.clear(place)
 
     @property
     def transfer_pages(self) -> int:
@@ -286,7 +291,7 @@ class JaxRunner:
             self._pool = _new_pool(self._spec, self._config)
             raise PoolLost(f"a program took the pools with it: {error}") from error
 
-    def _bucket_for(self, batch: StepBatch) -> _Bucket:
+    def _bucket_for(self, batch: StepBatch) -> Bucket:
         if any(len(work.tokens) != 1 for work in batch.decodes):
             raise ValueError("a decode row evaluates one token")
         if batch.chunk and len(batch.chunk.tokens) == 0:
@@ -295,17 +300,17 @@ class JaxRunner:
         for bucket in self._buckets():
             fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
             if fits and (chunk > 0) == (bucket.chunk > 0):
-                return bucket
+                return replace(bucket, has_adapters=batch.has_adapters)
         raise ValueError(
             f"a step of {len(batch.decodes)} rows and a chunk of {chunk} tokens exceeds the "
             f"limits of {self.max_decodes} rows and {self.max_chunk} tokens"
         )
 
-    def _call(self, bucket: _Bucket, packed: IntArray) -> _Outputs:
+    def _call(self, bucket: Bucket, packed: IntArray) -> _Outputs:
         given = self._pool
         try:
             (ids, logits, log_sums, finite, full), pool = self._programs[bucket](
-                self._weights, self._places, given, packed
+                self._weights, self._bank_arrays(bucket), self._places, given, packed
             )
             # Some failures of a program show only here, when its results are waited for.
             outputs = _Outputs(
@@ -317,58 +322,6 @@ class JaxRunner:
         self._pool = pool
         return outputs
 
-    def _pack(self, bucket: _Bucket, batch: StepBatch) -> IntArray:
-        """One int32 array for the whole step, padding included; `_unpack` is its inverse."""
-        page_tokens = self._config.page_tokens
-        tokens = np.zeros(bucket.tokens, np.int32)
-        positions = np.full(bucket.tokens, -1, np.int32)
-        offsets = np.zeros(bucket.tokens, np.int32)
-        pages = np.zeros((self._num_kinds, bucket.tokens), np.int32)
-        tables = np.zeros((self._num_kinds, bucket.outputs, self._table_pages), np.int32)
-        outputs = np.arange(bucket.outputs, dtype=np.int32)
-        works = list(enumerate(batch.decodes))
-        if batch.chunk:
-            works.append((bucket.rows, batch.chunk))
-            outputs[-1] = bucket.rows + len(batch.chunk.tokens) - 1
-        for first, work in works:
-            span = slice(first, first + len(work.tokens))
-            at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
-            tokens[span] = self._checked_tokens(work)
-            positions[span] = at
-            offsets[span] = at % page_tokens
-            for kind, table in enumerate(self._checked_tables(work)):
-                pages[kind, span] = table[at // page_tokens]
-                tables[kind, first, : len(table)] = table
-        wants = np.array([any(work.wants_logits for _, work in works)], np.int32)
-        parts = (tokens, positions, offsets, pages.ravel(), tables.ravel(), outputs, wants)
-        return np.concatenate(parts)
-
-    def _checked_tokens(self, work: SequenceWork) -> IntArray:
-        """Token ids; a bad one would read weights that are not the embedding's."""
-        tokens = np.asarray(work.tokens, np.int32)
-        if tokens.min() < 0 or tokens.max() >= self._spec.vocab_size:
-            raise ValueError(
-                f"token ids {tokens.min()}..{tokens.max()} of {self._spec.vocab_size} tokens"
-            )
-        return tokens
-
-    def _checked_tables(self, work: SequenceWork) -> list[IntArray]:
-        """A sequence's page ids by kind; XLA clips a bad index silently, so they are checked."""
-        tables = [np.asarray(work.pages, np.int32)]
-        if self._num_kinds > 1:
-            tables.append(np.asarray(work.window_pages, np.int32))
-        end = work.start + len(work.tokens)
-        if work.start < 0:
-            raise ValueError(f"a first position of {work.start}")
-        limits = (self._config.num_pages, self._config.num_window_pages)
-        for kind, (table, limit) in enumerate(zip(tables, limits, strict=False)):
-            if len(table) > self._table_pages or len(table) * self._config.page_tokens < end:
-                raise ValueError(f"{len(table)} pages for positions up to {end}")
-            least = 1 if kind == FULL else 0  # pages behind the window are gone
-            if table.size and (table.min() < least or table.max() > limit):
-                raise ValueError(f"page ids {table.min()}..{table.max()} of {limit}")
-        return tables
-
 
 def _row_buckets(most: int) -> list[int]:
     """1, 4, 16, ... up to and including `most`: padding rows cost less than programs do."""
@@ -376,6 +329,22 @@ def _row_buckets(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(min(4 * sizes[-1], most))
     return sizes
+
+
+def _banks(spec: ModelSpec, capacity: AdapterCapacity, *, is_native: bool) -> AdapterBanks | None:
+    return AdapterBanks(spec, capacity, is_native=is_native) if capacity.count else None
+
+
+def _step_limits(spec: ModelSpec, config: RunnerConfig) -> StepLimits:
+    blocks = -(-config.context_tokens // BLOCK_TOKENS)
+    sizes = (config.num_pages, config.num_window_pages)
+    return StepLimits(
+        vocab_size=spec.vocab_size,
+        page_tokens=config.page_tokens,
+        num_pages=sizes if spec.num_window_layers else sizes[:1],
+        table_pages=blocks * (BLOCK_TOKENS // config.page_tokens),
+        num_adapters=config.adapters.count,
+    )
 
 
 def _pool_shape(spec: ModelSpec, config: RunnerConfig) -> tuple[int, int, int, int]:
@@ -405,47 +374,17 @@ def _first_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
         ) from error
 
 
-@dataclass(frozen=True)
-class _PackedShape:
-    """How the parts of a step lie in its packed array."""
-
-    bucket: _Bucket
-    num_kinds: int
-    table_pages: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Lengths of tokens, positions, offsets, pages, tables, outputs and the logits flag."""
-        tokens, outputs = self.bucket.tokens, self.bucket.outputs
-        tables = self.num_kinds * outputs * self.table_pages
-        return (tokens, tokens, tokens, self.num_kinds * tokens, tables, outputs, 1)
-
-
-def _unpack(shape: _PackedShape, packed: jax.Array) -> StepInputs:
-    tokens, positions, offsets, pages, tables, outputs, wants = jnp.split(
-        packed, np.cumsum(shape.sizes)[:-1]
-    )
-    return StepInputs(
-        tokens=tokens,
-        positions=positions,
-        offsets=offsets,
-        pages=pages.reshape(shape.num_kinds, -1),
-        tables=tables.reshape(shape.num_kinds, shape.bucket.outputs, shape.table_pages),
-        outputs=outputs,
-        wants_logits=wants[0],
-    )
-
-
 def _step(
     spec: ModelSpec,
-    shape: _PackedShape,
+    shape: PackedStep,
     weights: Weights,
+    banks: BankArrays | None,
     places: Place,
     pool: KvPool,
     packed: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], KvPool]:
-    step = _unpack(shape, packed)
-    logits, pool = forward(spec, weights, places, pool, step, shape.bucket.rows)
+    step = shape.unpack(packed)
+    logits, pool = forward(spec, weights, places, pool, step, shape.bucket.rows, banks)
     ids, best = _candidates(logits)
     log_sums = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(logits).all(-1)

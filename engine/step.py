@@ -32,7 +32,7 @@ class SequenceWork:
     pages that cover positions 0 .. end, in order, and hold everything before `start`.
     `window_pages` are the same of the swa pool, with 0 for pages that lie behind the window; empty
     for models without sliding-window layers. `wants_logits` asks for the logits after the last
-    token.
+    token. `adapters` are (place in the banks, scale), added in this order; no place is twice.
     """
 
     tokens: Sequence[int]
@@ -40,6 +40,7 @@ class SequenceWork:
     pages: Sequence[int]
     wants_logits: bool
     window_pages: Sequence[int] = ()
+    adapters: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class StepBatch:
     def num_tokens(self) -> int:
         """Tokens evaluated by the step."""
         return len(self.decodes) + (len(self.chunk.tokens) if self.chunk else 0)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any sequence runs with an adapter."""
+        chunk = (self.chunk,) if self.chunk else ()
+        return any(work.adapters for work in (*self.decodes, *chunk))
 
 
 class RowLogits(Protocol):

@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from engine.adapters.capacity import AdapterCapacity
 from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
 from engine.model.weights import load_weights
 from engine.runner import JaxRunner, RunnerConfig
 from engine.step import RowLogits, SequenceWork, StepBatch
+
+NO_ADAPTERS = AdapterCapacity()
 
 
 def open_runner(
@@ -26,6 +29,7 @@ def open_runner(
     page_tokens: int = 16,
     kv_dtype: str = "f32",
     is_native: bool = False,
+    adapters: AdapterCapacity = NO_ADAPTERS,
 ) -> JaxRunner:
     """Loads a file into a runner that is not warm: compiling takes about 2 s per program.
 
@@ -35,7 +39,14 @@ def open_runner(
         spec = read_spec(file)
         num_window_pages = num_pages if spec.num_window_layers else 0
         config = RunnerConfig(
-            max_rows, max_chunk, context_tokens, num_pages, page_tokens, kv_dtype, num_window_pages
+            max_rows,
+            max_chunk,
+            context_tokens,
+            num_pages,
+            page_tokens,
+            kv_dtype,
+            num_window_pages,
+            adapters,
         )
         return JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
 
@@ -49,6 +60,7 @@ class Lane:
 
     pages: Sequence[int]
     held: list[int] = field(default_factory=list[int])
+    adapters: Sequence[tuple[int, float]] = ()
 
     def window_pages(self, start: int, end: int) -> Sequence[int]:
         """The table of the swa pool for a step over tokens `start` to `end`."""
@@ -59,7 +71,7 @@ class Lane:
         start, new = len(self.held), tuple(tokens)
         self.held += new
         table = self.window_pages(start, len(self.held))
-        return SequenceWork(new, start, self.pages, wants_logits, table)
+        return SequenceWork(new, start, self.pages, wants_logits, table, self.adapters)
 
 
 def decode(runner: JaxRunner, *works: SequenceWork) -> list[RowLogits]:

@@ -8,13 +8,16 @@ softmax are f32.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from engine.kernels import flow
+from engine.kernels.lora import adapt_embedding
 from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul
+from engine.model.adapter_banks import BankArrays
 from engine.model.attention import KvPool
 from engine.model.context import Context, StepInputs, vector
 from engine.model.ffn import dense_ffn
@@ -32,6 +35,7 @@ def forward(
     pool: KvPool,
     step: StepInputs,
     num_decodes: int,
+    banks: BankArrays | None = None,
 ) -> tuple[jax.Array, KvPool]:
     """Evaluates one step.
 
@@ -42,6 +46,7 @@ def forward(
         pool: Keys and values; the result holds this step's too.
         step: What to evaluate.
         num_decodes: D; static.
+        banks: The loaded adapters, if the step has lists of them.
 
     Returns:
         f32 logits [R, vocab] and the pool.
@@ -49,10 +54,16 @@ def forward(
     context = Context(spec, weights, step, num_decodes, _turns(spec, weights, step.positions))
     embedding = cast(MatrixStack, weights.globals["token_embd"])
     x = gather_rows(weights.arena, embedding, step.tokens)
+    if banks is not None and step.adapters is not None:
+        bank = banks.globals["token_embd"]
+        x = adapt_embedding(bank, step.adapters, step.tokens, x, num_decodes=num_decodes)
     if spec.embedding_scale != 1.0:
         x = x * spec.embedding_scale
-    for (block, first, count), arrays in zip(spec.runs(), weights.runs, strict=True):
-        x, pool = _run(context, block, arrays, places.part(first, count), x, pool)
+    for run, (block, first, count) in enumerate(spec.runs()):
+        own = replace(context, banks=banks.runs[run]) if banks else context
+        x, pool = _run(own, block, weights.runs[run], places.part(first, count), x, pool)
+    if banks is not None:
+        context = replace(context, banks=banks.globals)
     nothing = jnp.zeros((step.outputs.shape[0], spec.vocab_size), jnp.float32)
     # A chunk in the middle of a prompt needs no logits, and the head is the largest matrix.
     logits = flow.cond(step.wants_logits > 0, lambda: _head(context, x), lambda: nothing)
@@ -75,13 +86,16 @@ def _head(context: Context, x: jax.Array) -> jax.Array:
     last = context.norm(x[context.step.outputs], vector(weights.globals, "output_norm.weight"))
     head = weights.globals["token_embd" if spec.tied_head else "output"]
     logits = qmatmul(weights.arena, cast(MatrixStack, head), last)
+    if not spec.tied_head:
+        # What adapters change of a tied embedding is its rows as inputs, not as outputs.
+        (logits,) = context.adapted(("output",), last, [logits])
     if spec.has_head_bias:
         logits = logits + vector(weights.globals, "output.bias")
     return _soft_capped(logits, spec.logit_soft_cap)
 
 
 def _run(
-    context: Context,
+    shared: Context,
     block: BlockSpec,
     arrays: LayerArrays,
     places: Place,
@@ -91,10 +105,11 @@ def _run(
     """A run of equal blocks: `arrays` and `places` have one entry per layer of it."""
 
     def layer(
-        carry: tuple[jax.Array, KvPool], scanned: tuple[LayerArrays, Place]
+        carry: tuple[jax.Array, KvPool], scanned: tuple[LayerArrays, Place, jax.Array]
     ) -> tuple[jax.Array, KvPool]:
         x, pool = carry
-        own, place = scanned
+        own, place, index = scanned
+        context = replace(shared, layer=index)
         with jax.named_scope("mixer"):
             y = context.norm(x, vector(own, "attn_norm.weight")) if block.has_pre_norms else x
             y, pool = grouped_query_attention(context, block.mixer, own, place, y, pool)
@@ -109,7 +124,8 @@ def _run(
             x = x + y
         return x, pool
 
-    return flow.scan(layer, (x, pool), (arrays, places))
+    layers = jnp.arange(places.kind.shape[0], dtype=jnp.int32)
+    return flow.scan(layer, (x, pool), (arrays, places, layers))
 
 
 def _soft_capped(x: jax.Array, cap: float) -> jax.Array:

@@ -27,6 +27,8 @@ _TARGETS = (
     "kvarts_norm",
     "kvarts_attend_f16",
     "kvarts_attend_f32",
+    "kvarts_adapt",
+    "kvarts_adapt_embedding",
 )
 # Numbers of kernels.h.
 _KINDS = {"dense": 0, "q8": 1, "q4": 2}

@@ -1,5 +1,6 @@
 // One instruction set's kernels: compiled once per set, with that set's flags and KVARTS_ISA.
 #include "attention_kernels.h"
+#include "lora_kernels.h"
 #include "norm_kernels.h"
 #include "qmatmul_kernels.h"
 
@@ -9,6 +10,6 @@
 namespace kvarts {
 namespace KVARTS_ISA {
 extern const Kernels kernels;
-const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows};
+const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows, adapt};
 }  // namespace KVARTS_ISA
 }  // namespace kvarts

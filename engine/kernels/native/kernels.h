@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "lora.h"
 
 namespace kvarts {
 
@@ -60,6 +61,8 @@ struct Kernels {
   bool (*attend)(const Attention&, int64_t first, int64_t end);
   // Decode rows [first, end), if they were split into spans.
   bool (*merge_rows)(const Attention&, int64_t first, int64_t end);
+  // Adds what their adapters change to products of tokens [first, end).
+  void (*adapt)(const Adaptation&, int64_t first, int64_t end);
 };
 
 }  // namespace kvarts
