@@ -10,7 +10,6 @@ from kvarts.v1 import generation_pb2
 
 from gateway.peer_json import Json
 from gateway.run import Sample
-from gateway.sse import Framing
 from gateway.timings import Timings
 
 
@@ -50,8 +49,8 @@ class Dialect(Protocol):
         ...
 
     @property
-    def framing(self) -> Framing:
-        """How events are written in a stream."""
+    def terminator(self) -> bytes:
+        """What ends a stream that went well."""
         ...
 
     def step(self, step: Step) -> Sequence[Json]:

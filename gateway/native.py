@@ -10,7 +10,6 @@ from kvarts.v1 import generation_pb2
 from gateway.dialect import Outcome, Step, progress_json
 from gateway.peer_json import Json
 from gateway.run import Sample
-from gateway.sse import PLAIN
 from gateway.timings import Timings
 
 STOP_TYPES = {
@@ -24,7 +23,7 @@ class NativeDialect:
     """Bodies as llama-server's own clients read them."""
 
     needs_prompt_text = True
-    framing = PLAIN
+    terminator = b""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
