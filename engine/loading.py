@@ -99,8 +99,6 @@ def load_engine(
         _keep_programs(config.compile_cache)
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
-        if spec.num_recurrent_layers:
-            raise UnsupportedModel(file.name, f"{spec.architecture} has layers without a pool yet")
         hints = read_sampling(file.metadata)
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
         vocab = read_vocab(file.metadata)
@@ -171,12 +169,12 @@ def _ignore(_: LoadProgress) -> None:
 
 
 def _kv_shape(spec: ModelSpec) -> KvShape:
-    mixer = spec.attention
+    mixer = spec.layers[0].block.mixer
     return KvShape(
-        num_layers=spec.num_full_layers,
-        num_kv_heads=mixer.num_kv_heads if mixer else 0,
-        key_dim=mixer.head_dim if mixer else 0,
-        value_dim=mixer.head_dim if mixer else 0,
+        num_layers=spec.num_layers - spec.num_window_layers,
+        num_kv_heads=mixer.num_kv_heads,
+        key_dim=mixer.head_dim,
+        value_dim=mixer.head_dim,
         num_window_layers=spec.num_window_layers,
         window=spec.window or 0,
     )

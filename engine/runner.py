@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -22,15 +21,17 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.content import AdapterContent
 from engine.errors import InvalidField
+from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
-from engine.model.context import StepInputs
 from engine.model.decoder import forward
 from engine.model.page_io import PageIo
-from engine.model.place import FULL, Place, num_state_units, num_units, place_layers
+from engine.model.place import Place, num_units, place_layers
 from engine.model.spec import ModelSpec
-from engine.model.states import StatePool, new_states
 from engine.model.weights import Weights
+from engine.packed_step import Bucket, PackedStep, StepLimits
 from engine.step import (
     FloatArray,
     IntArray,
@@ -39,7 +40,6 @@ from engine.step import (
     PageRead,
     PoolLost,
     RowLogits,
-    SequenceWork,
     StepBatch,
 )
 from engine.types import PoolKind
@@ -50,17 +50,13 @@ _CHUNK_BUCKETS = (32, 128, 512, 2048)
 _KV_DTYPES = {"f16": jnp.float16, "f32": jnp.float32}
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
-# What a program takes and gives back: keys and values, and states where there are recurrent layers.
-_Pools = tuple[KvPool, StatePool | None]
-_Program = Callable[..., tuple[tuple[jax.Array, ...], _Pools]]
-
 
 @dataclass(frozen=True)
 class RunnerConfig:
     """Sizes of the device side.
 
-    `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool, `num_states`
-    usable states of the mamba pool; the sink of each, number 0, is extra.
+    `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool; the sink of
+    each, page 0, is extra.
     """
 
     max_rows: int
@@ -70,23 +66,7 @@ class RunnerConfig:
     page_tokens: int
     kv_dtype: str
     num_window_pages: int = 0
-    num_states: int = 0
-
-
-@dataclass(frozen=True, order=True)
-class _Bucket:
-    """A compiled shape: `rows` decode rows and `chunk` prefill tokens."""
-
-    rows: int
-    chunk: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows + self.chunk
-
-    @property
-    def outputs(self) -> int:
-        return self.rows + (1 if self.chunk else 0)
+    adapters: AdapterCapacity = field(default_factory=AdapterCapacity)
 
 
 @dataclass(frozen=True)
@@ -158,20 +138,16 @@ class JaxRunner:
             )
         spec = spec.at_context(config.context_tokens)
         self._spec = spec
-        self._pool, self._states = _first_pools(spec, config)
-        self._places = place_layers(
-            spec, config.num_pages, config.num_window_pages, config.num_states
-        )
+        self._pool = _first_pool(spec, config)
+        self._places = place_layers(spec, config.num_pages, config.num_window_pages)
         self._page_io = PageIo(
             self._pool, self._places, (config.num_pages, config.num_window_pages)
         )
-        self._num_kinds = _num_kinds(spec)
         self._weights = weights
         self._config = config
-        self._table_pages = -(-config.context_tokens // BLOCK_TOKENS) * (
-            BLOCK_TOKENS // config.page_tokens
-        )
-        self._programs: dict[_Bucket, _Program] = {}
+        self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
+        self._limits = _step_limits(spec, config)
+        self._programs: dict[Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         self._stop_counting = weakref.finalize(
@@ -201,11 +177,11 @@ class JaxRunner:
         """Every compiled shape as (decode rows, chunk tokens)."""
         return [(b.rows, b.chunk) for b in self._buckets()]
 
-    def _buckets(self) -> list[_Bucket]:
+    def _buckets(self) -> list[Bucket]:
         rows = _row_buckets(self._config.max_rows)
         chunks = [c for c in _CHUNK_BUCKETS if c < self._config.max_chunk]
         chunks.append(self._config.max_chunk)
-        return [_Bucket(r, 0) for r in rows] + [_Bucket(rows[-1], c) for c in chunks]
+        return [Bucket(r, 0) for r in rows] + [Bucket(rows[-1], c) for c in chunks]
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
         """Compiles every bucket and the transfers of pages; runs the small ones once on padding.
@@ -215,8 +191,11 @@ class JaxRunner:
             workers: Compilations at a time; tracing holds the interpreter, compiling does not.
         """
         buckets = self._buckets()
+        if self._banks:
+            buckets += [replace(bucket, has_adapters=True) for bucket in buckets]
         work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
         work += self._page_io.compilations(self._pool)
+        work += self._banks.compilations() if self._banks else []
         with ThreadPoolExecutor(workers) as pool:
             compiling = [pool.submit(one) for one in work]
             for done, compiled in enumerate(compiling, 1):
@@ -226,18 +205,24 @@ class JaxRunner:
         for bucket in buckets:
             if bucket.chunk > _CHUNK_BUCKETS[0]:
                 continue  # a long chunk takes as long on padding as on a prompt
-            self._call(bucket, self._pack(bucket, StepBatch((), None)))
+            self._call(bucket, self._packed(bucket).pack(StepBatch((), None)))
 
-    def _prepare(self, bucket: _Bucket) -> None:
+    def _packed(self, bucket: Bucket) -> PackedStep:
+        return PackedStep(bucket, self._limits)
+
+    def _prepare(self, bucket: Bucket) -> None:
         self._programs[bucket] = self._compile(bucket)
 
-    def _compile(self, bucket: _Bucket) -> _Program:
-        shape = _PackedShape(bucket, self._num_kinds, self._table_pages)
+    def _compile(self, bucket: Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
+        shape = self._packed(bucket)
         step = partial(_step, self._spec, shape)
-        packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32)
-        jitted = jax.jit(step, donate_argnums=2)
-        pools = self._pool, self._states
-        return jitted.lower(self._weights, self._places, pools, packed).compile()
+        packed = jax.ShapeDtypeStruct((shape.length,), jnp.int32)
+        jitted = jax.jit(step, donate_argnums=3)
+        banks = self._bank_arrays(bucket)
+        return jitted.lower(self._weights, banks, self._places, self._pool, packed).compile()
+
+    def _bank_arrays(self, bucket: Bucket) -> BankArrays | None:
+        return self._banks.arrays if self._banks and bucket.has_adapters else None
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Evaluates a step; see `engine.step.Runner.run`.
@@ -247,7 +232,7 @@ class JaxRunner:
             PoolLost: The step failed with the pools in its hands; they are new and empty now.
         """
         bucket = self._bucket_for(batch)
-        outputs = self._call(bucket, self._pack(bucket, batch))
+        outputs = self._call(bucket, self._packed(bucket).pack(batch))
         rows: list[RowLogits | None] = [
             _DeviceRow(outputs, i, self._spec.vocab_size) if work.wants_logits else None
             for i, work in enumerate(batch.decodes)
@@ -256,6 +241,16 @@ class JaxRunner:
             wanted = batch.chunk.wants_logits
             rows.append(_DeviceRow(outputs, bucket.rows, self._spec.vocab_size) if wanted else None)
         return rows
+
+    def write_adapter(self, place: int, content: AdapterContent) -> None:
+        """See `engine.adapters.store.AdapterStore`."""
+        assert self._banks, "an adapter without a place"
+        self._banks.write(place, content)
+
+    def clear_adapter(self, place: int) -> None:
+        """See `engine.adapters.store.AdapterStore`."""
+        assert self._banks, "an adapter without a place"
+        self._banks.clear(place)
 
     @property
     def transfer_pages(self) -> int:
@@ -283,20 +278,20 @@ class JaxRunner:
         try:
             self._pool = change(given)
         except Exception as error:
-            self._check_pools(given, error)
+            self._check_pool(given, error)
             raise
 
-    def _check_pools(self, given: KvPool | _Pools, error: Exception) -> None:
+    def _check_pool(self, given: KvPool, error: Exception) -> None:
         """Starts with empty pools again if a failed program took the given ones with it.
 
         Raises:
             PoolLost: it did.
         """
-        if any(array.is_deleted() for array in jax.tree.leaves(given)):
-            self._pool, self._states = _new_pools(self._spec, self._config)
+        if given.keys.is_deleted() or given.values.is_deleted():
+            self._pool = _new_pool(self._spec, self._config)
             raise PoolLost(f"a program took the pools with it: {error}") from error
 
-    def _bucket_for(self, batch: StepBatch) -> _Bucket:
+    def _bucket_for(self, batch: StepBatch) -> Bucket:
         if any(len(work.tokens) != 1 for work in batch.decodes):
             raise ValueError("a decode row evaluates one token")
         if batch.chunk and len(batch.chunk.tokens) == 0:
@@ -305,100 +300,27 @@ class JaxRunner:
         for bucket in self._buckets():
             fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
             if fits and (chunk > 0) == (bucket.chunk > 0):
-                return bucket
+                return replace(bucket, has_adapters=batch.has_adapters)
         raise ValueError(
             f"a step of {len(batch.decodes)} rows and a chunk of {chunk} tokens exceeds the "
             f"limits of {self.max_decodes} rows and {self.max_chunk} tokens"
         )
 
-    def _call(self, bucket: _Bucket, packed: IntArray) -> _Outputs:
-        given = self._pool, self._states
+    def _call(self, bucket: Bucket, packed: IntArray) -> _Outputs:
+        given = self._pool
         try:
-            (ids, logits, log_sums, finite, full), pools = self._programs[bucket](
-                self._weights, self._places, given, packed
+            (ids, logits, log_sums, finite, full), pool = self._programs[bucket](
+                self._weights, self._bank_arrays(bucket), self._places, given, packed
             )
             # Some failures of a program show only here, when its results are waited for.
             outputs = _Outputs(
                 np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
             )
         except Exception as error:
-            self._check_pools(given, error)
+            self._check_pool(given, error)
             raise
-        self._pool, self._states = pools
+        self._pool = pool
         return outputs
-
-    def _pack(self, bucket: _Bucket, batch: StepBatch) -> IntArray:
-        """One int32 array for the whole step, padding included; `_unpack` is its inverse."""
-        page_tokens = self._config.page_tokens
-        tokens = np.zeros(bucket.tokens, np.int32)
-        positions = np.full(bucket.tokens, -1, np.int32)
-        offsets = np.zeros(bucket.tokens, np.int32)
-        pages = np.zeros((self._num_kinds, bucket.tokens), np.int32)
-        tables = np.zeros((self._num_kinds, bucket.outputs, self._table_pages), np.int32)
-        states = np.zeros(bucket.outputs, np.int32)
-        outputs = np.arange(bucket.outputs, dtype=np.int32)
-        works = list(enumerate(batch.decodes))
-        if batch.chunk:
-            works.append((bucket.rows, batch.chunk))
-            outputs[-1] = bucket.rows + len(batch.chunk.tokens) - 1
-        for first, work in works:
-            span = slice(first, first + len(work.tokens))
-            at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
-            tokens[span] = self._checked_tokens(work)
-            positions[span] = at
-            offsets[span] = at % page_tokens
-            states[first] = self._checked_state(work)
-            for kind, table in enumerate(self._checked_tables(work)):
-                pages[kind, span] = table[at // page_tokens]
-                tables[kind, first, : len(table)] = table
-        wants = np.array([any(work.wants_logits for _, work in works)], np.int32)
-        parts = (tokens, positions, offsets, pages.ravel(), tables.ravel(), states, outputs, wants)
-        return np.concatenate(parts)
-
-    def _checked_tokens(self, work: SequenceWork) -> IntArray:
-        """Token ids; a bad one would read weights that are not the embedding's."""
-        tokens = np.asarray(work.tokens, np.int32)
-        if tokens.min() < 0 or tokens.max() >= self._spec.vocab_size:
-            raise ValueError(
-                f"token ids {tokens.min()}..{tokens.max()} of {self._spec.vocab_size} tokens"
-            )
-        return tokens
-
-    def _checked_tables(self, work: SequenceWork) -> list[IntArray]:
-        """A sequence's page ids by kind; XLA clips a bad index silently, so they are checked."""
-        tables = [np.asarray(work.pages, np.int32)]
-        if self._num_kinds > 1:
-            tables.append(np.asarray(work.window_pages, np.int32))
-        end = work.start + len(work.tokens)
-        if work.start < 0:
-            raise ValueError(f"a first position of {work.start}")
-        if end > self._config.context_tokens:
-            raise ValueError(f"{end} tokens in a context of {self._config.context_tokens}")
-        if not self._num_kinds:
-            return []
-        limits = (self._config.num_pages, self._config.num_window_pages)
-        for kind, (table, limit) in enumerate(zip(tables, limits, strict=False)):
-            if len(table) > self._table_pages or len(table) * self._config.page_tokens < end:
-                raise ValueError(f"{len(table)} pages for positions up to {end}")
-            least = 1 if kind == FULL else 0  # pages behind the window are gone
-            if table.size and (table.min() < least or table.max() > limit):
-                raise ValueError(f"page ids {table.min()}..{table.max()} of {limit}")
-        return tables
-
-    def _checked_state(self, work: SequenceWork) -> int:
-        """A sequence's state; of models without a recurrence there is none."""
-        if self._states is None:
-            return 0
-        if not 1 <= work.state_id <= self._config.num_states:
-            raise ValueError(f"state {work.state_id} of {self._config.num_states}")
-        return work.state_id
-
-
-def _num_kinds(spec: ModelSpec) -> int:
-    """Pools of pages that a step's tables are of: none without attention, two with windows."""
-    if spec.attention is None:
-        return 0
-    return 2 if spec.num_window_layers else 1
 
 
 def _row_buckets(most: int) -> list[int]:
@@ -409,98 +331,64 @@ def _row_buckets(most: int) -> list[int]:
     return sizes
 
 
+def _banks(spec: ModelSpec, capacity: AdapterCapacity, *, is_native: bool) -> AdapterBanks | None:
+    return AdapterBanks(spec, capacity, is_native=is_native) if capacity.count else None
+
+
+def _step_limits(spec: ModelSpec, config: RunnerConfig) -> StepLimits:
+    blocks = -(-config.context_tokens // BLOCK_TOKENS)
+    sizes = (config.num_pages, config.num_window_pages)
+    return StepLimits(
+        vocab_size=spec.vocab_size,
+        page_tokens=config.page_tokens,
+        num_pages=sizes if spec.num_window_layers else sizes[:1],
+        table_pages=blocks * (BLOCK_TOKENS // config.page_tokens),
+        num_adapters=config.adapters.count,
+    )
+
+
 def _pool_shape(spec: ModelSpec, config: RunnerConfig) -> tuple[int, int, int, int]:
+    mixer = spec.layers[0].block.mixer
     units = num_units(spec, config.num_pages, config.num_window_pages)
-    mixer = spec.attention
-    if mixer is None:
-        return (units, config.page_tokens, 1, 1)
     return (units, config.page_tokens, mixer.num_kv_heads, mixer.head_dim)
 
 
-def _new_pools(spec: ModelSpec, config: RunnerConfig) -> _Pools:
-    return _new_pages(spec, config), _new_states(spec, config)
-
-
-def _new_pages(spec: ModelSpec, config: RunnerConfig) -> KvPool:
+def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
     shape = _pool_shape(spec, config)
     dtype = _KV_DTYPES[config.kv_dtype]
     return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def _new_states(spec: ModelSpec, config: RunnerConfig) -> StatePool | None:
-    if spec.state is None:
-        return None
-    return new_states(spec.state, num_state_units(spec, config.num_states))
-
-
-def _first_pools(spec: ModelSpec, config: RunnerConfig) -> _Pools:
-    """New pools; that there is no memory for them is the fault of whoever asked for their size."""
-    shape = _pool_shape(spec, config)
-    needed = 2 * math.prod(shape) * jnp.dtype(_KV_DTYPES[config.kv_dtype]).itemsize
-    with _blaming("context_tokens", f"keys and values of {shape[0]} pages need {needed} bytes"):
-        pages = _new_pages(spec, config)
-    needed = num_state_units(spec, config.num_states) * (spec.state.nbytes if spec.state else 0)
-    with _blaming("mamba_slots", f"{config.num_states} states need {needed} bytes"):
-        return pages, _new_states(spec, config)
-
-
-@contextmanager
-def _blaming(field: str, needs: str) -> Generator[None]:
-    """Turns what jax raises without memory, which it leaves untyped, into a refusal of a field."""
+def _first_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
+    """A new pool; that there is no memory for it is the fault of whoever asked for its size."""
     try:
-        yield
-    except RuntimeError as error:
+        return _new_pool(spec, config)
+    except RuntimeError as error:  # what jax's own is, which it leaves untyped
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise InvalidField(field, f"{needs}, memory is out") from error
-
-
-@dataclass(frozen=True)
-class _PackedShape:
-    """How the parts of a step lie in its packed array."""
-
-    bucket: _Bucket
-    num_kinds: int
-    table_pages: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Lengths of tokens, positions, offsets, pages, tables, states, outputs, the logits flag."""
-        tokens, outputs = self.bucket.tokens, self.bucket.outputs
-        tables = self.num_kinds * outputs * self.table_pages
-        return (tokens, tokens, tokens, self.num_kinds * tokens, tables, outputs, outputs, 1)
-
-
-def _unpack(shape: _PackedShape, packed: jax.Array) -> StepInputs:
-    tokens, positions, offsets, pages, tables, states, outputs, wants = jnp.split(
-        packed, np.cumsum(shape.sizes)[:-1]
-    )
-    return StepInputs(
-        tokens=tokens,
-        positions=positions,
-        offsets=offsets,
-        pages=pages.reshape(shape.num_kinds, -1),
-        tables=tables.reshape(shape.num_kinds, shape.bucket.outputs, shape.table_pages),
-        states=states,
-        outputs=outputs,
-        wants_logits=wants[0],
-    )
+        shape = _pool_shape(spec, config)
+        needed = 2 * math.prod(shape) * jnp.dtype(_KV_DTYPES[config.kv_dtype]).itemsize
+        raise InvalidField(
+            "context_tokens",
+            f"keys and values of {shape[0]} pages need {needed} bytes, memory is out",
+        ) from error
 
 
 def _step(
     spec: ModelSpec,
-    shape: _PackedShape,
+    shape: PackedStep,
     weights: Weights,
+    banks: BankArrays | None,
     places: Place,
-    pools: _Pools,
+    pool: KvPool,
     packed: jax.Array,
-) -> tuple[tuple[jax.Array, ...], _Pools]:
-    step = _unpack(shape, packed)
-    logits, pool, states = forward(spec, weights, places, *pools, step, shape.bucket.rows)
+) -> tuple[tuple[jax.Array, ...], KvPool]:
+    step = shape.unpack(packed)
+    logits, pool = forward(spec, weights, places, pool, step, shape.bucket.rows, banks)
     ids, best = _candidates(logits)
     log_sums = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(logits).all(-1)
-    return (ids, best, log_sums, finite, logits), (pool, states)
+    return (ids, best, log_sums, finite, logits), pool
 
 
 def _candidates(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

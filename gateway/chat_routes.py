@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvarts.v1 import common_pb2, tokenization_pb2
 from starlette.responses import Response
 
+from gateway import anthropic_body, responses_body
+from gateway.anthropic import MessagesDialect
 from gateway.chat_body import ChatBody, ChatServer, read_chat_body, without_generation_prompt
 from gateway.completion import Backend, complete
 from gateway.exchange import Exchange
-from gateway.fields import lenient_flag
+from gateway.fields import lenient_flag, members_of
 from gateway.off_loop import off_loop
 from gateway.openai_chat import ChatDialect
 from gateway.options import GatewayOptions
+from gateway.responses import ResponsesDialect
 from gateway.service import answer
 from gateway.sse import EventStream
 
@@ -24,11 +28,7 @@ _CHAT_FORMAT = "peg-native"
 
 async def chat_completions(exchange: Exchange) -> Response | EventStream:
     """POST /v1/chat/completions."""
-    body = await exchange.connection.json()
-    read = await off_loop(
-        lambda: read_chat_body(body, chat_server(exchange.options)),
-        weight=exchange.connection.body_bytes,
-    )
+    read = await read_chat(exchange, members_of)
     is_verbose = lenient_flag(read.fields.get("verbose"), exchange.options.is_verbose)
     fields, backend = await exchange.connection.while_connected(
         _prompted(exchange, read, is_verbose=is_verbose)
@@ -40,6 +40,41 @@ async def chat_completions(exchange: Exchange) -> Response | EventStream:
         is_verbose=is_verbose,
     )
     return await complete(exchange.connection, backend, fields, dialect)
+
+
+async def messages(exchange: Exchange) -> Response | EventStream:
+    """POST /v1/messages."""
+    read = await read_chat(exchange, anthropic_body.to_chat_body)
+    fields, backend = await exchange.connection.while_connected(
+        _prompted(exchange, read, is_verbose=False)
+    )
+    dialect = MessagesDialect(backend.facts, prefill=read.prefill)
+    return await complete(exchange.connection, backend, fields, dialect)
+
+
+async def responses(exchange: Exchange) -> Response | EventStream:
+    """POST /v1/responses."""
+    read = await read_chat(exchange, responses_body.to_chat_body)
+    fields, backend = await exchange.connection.while_connected(
+        _prompted(exchange, read, is_verbose=False)
+    )
+    dialect = ResponsesDialect(backend.facts, prefill=read.prefill)
+    return await complete(exchange.connection, backend, fields, dialect)
+
+
+async def read_chat(
+    exchange: Exchange, to_chat_body: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> ChatBody:
+    """Reads a chat body of any dialect; `to_chat_body` puts it in the form of chat completions.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    body = await exchange.connection.json()
+    return await off_loop(
+        lambda: read_chat_body(to_chat_body(members_of(body)), chat_server(exchange.options)),
+        weight=exchange.connection.body_bytes,
+    )
 
 
 def chat_server(options: GatewayOptions) -> ChatServer:

@@ -31,7 +31,7 @@ from gateway.requests import Job, check_params, make_jobs, resolve
 from gateway.run import Event, Run, Sample, timings_of
 from gateway.schema import CompletionParams, read_params
 from gateway.service import Metadata, Service
-from gateway.sse import EventStream, frame
+from gateway.sse import EventStream
 
 T = TypeVar("T")
 
@@ -169,10 +169,10 @@ async def _frames(work: _Work) -> AsyncGenerator[bytes, None]:
         except ApiError as error:
             if facts is None:
                 raise
-            yield frame({"error": error.body.to_json()})
+            yield work.dialect.framing.failure(error.body.to_json())
             return
-    if work.dialect.terminator:
-        yield work.dialect.terminator
+    if work.dialect.framing.terminator:
+        yield work.dialect.framing.terminator
 
 
 @contextlib.asynccontextmanager
@@ -190,7 +190,7 @@ def _written(
     dialect: Dialect, sample: Sample, event: Event, facts: EndFacts, *, is_first: bool
 ) -> bytes:
     data = _events_of(dialect, sample, event, facts, is_first=is_first)
-    return b"".join(frame(value) for value in data)
+    return b"".join(dialect.framing.frame(value) for value in data)
 
 
 def _events_of(

@@ -10,6 +10,7 @@ from kvarts.v1 import generation_pb2
 
 from gateway.peer_json import Json
 from gateway.run import Sample
+from gateway.sse import Framing
 from gateway.timings import Timings
 
 
@@ -49,8 +50,8 @@ class Dialect(Protocol):
         ...
 
     @property
-    def terminator(self) -> bytes:
-        """What ends a stream that went well."""
+    def framing(self) -> Framing:
+        """How events are written in a stream."""
         ...
 
     def step(self, step: Step) -> Sequence[Json]:

@@ -10,6 +10,7 @@ from kvarts.v1 import generation_pb2
 from gateway.dialect import Outcome, Step, progress_json
 from gateway.peer_json import Json
 from gateway.run import Sample
+from gateway.sse import PLAIN
 from gateway.timings import Timings
 
 STOP_TYPES = {
@@ -23,7 +24,7 @@ class NativeDialect:
     """Bodies as llama-server's own clients read them."""
 
     needs_prompt_text = True
-    terminator = b""
+    framing = PLAIN
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

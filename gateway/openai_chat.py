@@ -31,7 +31,7 @@ class ChatDialect:
     the first thing of a stream unless the client asked for the continuation itself.
     """
 
-    terminator = DONE
+    framing = DONE
 
     def __init__(
         self, facts: Facts, *, prefill: str, is_prefill_streamed: bool, is_verbose: bool

@@ -21,7 +21,7 @@ _STOPPED = (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_STOP)
 class CompletionsDialect:
     """Bodies of one request; all of them carry the same id."""
 
-    terminator = DONE
+    framing = DONE
 
     def __init__(self, facts: Facts, *, is_verbose: bool) -> None:
         self._facts = facts

@@ -58,13 +58,13 @@ def route_table() -> list[RouteRow]:
             ("/v1/chat/completions/control",),
             disabled.refusing("not supported: reasoning control"),
         ),
-        ("POST", _both("/responses"), disabled.refusing("not supported: responses")),
-        ("POST", _both("/responses/input_tokens"), disabled.refusing("not supported: responses")),
+        ("POST", _both("/responses"), chat_routes.responses),
+        ("POST", _both("/responses/input_tokens"), tokens.count_response_tokens),
         ("POST", ("/v1/embeddings",), disabled.refusing(_EMBEDDINGS)),
         ("POST", _both("/audio/transcriptions"), disabled.refusing(_AUDIO)),
         # Anthropic, Jina and TEI.
-        ("POST", ("/v1/messages",), disabled.refusing("not supported: messages")),
-        ("POST", ("/v1/messages/count_tokens",), disabled.refusing("not supported: messages")),
+        ("POST", ("/v1/messages",), chat_routes.messages),
+        ("POST", ("/v1/messages/count_tokens",), tokens.count_message_tokens),
         ("POST", (*_both("/rerank"), *_both("/reranking")), disabled.refusing(_RERANKING)),
         # Slots and adapters.
         ("GET", ("/slots",), slots.list_slots),

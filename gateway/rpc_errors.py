@@ -21,6 +21,7 @@ from gateway.peer_json import Json
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _K = ErrorKind
+_NOT_RESTORED = "Unable to restore slot: No available space in KV cache or invalid slot save file"
 
 # What a reason becomes over HTTP, and the peer's own words where it has some.
 _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
@@ -47,10 +48,10 @@ _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
     ),
     "SLOT_BUSY": (_K.CONFLICT, None),
     "SLOT_CONTENT_NOT_FOUND": (_K.INVALID_REQUEST, None),
-    "SLOT_FILE_NOT_FOUND": (_K.INVALID_REQUEST, None),
-    "SLOT_FILE_MISMATCH": (_K.INVALID_REQUEST, None),
-    "SLOT_FILE_CORRUPT": (_K.INVALID_REQUEST, None),
-    "SLOT_CONTEXT_TOO_SMALL": (_K.INVALID_REQUEST, None),
+    "SLOT_FILE_NOT_FOUND": (_K.INVALID_REQUEST, _NOT_RESTORED),
+    "SLOT_FILE_MISMATCH": (_K.INVALID_REQUEST, _NOT_RESTORED),
+    "SLOT_FILE_CORRUPT": (_K.INVALID_REQUEST, _NOT_RESTORED),
+    "SLOT_CONTEXT_TOO_SMALL": (_K.INVALID_REQUEST, _NOT_RESTORED),
     "DISK_FULL": (_K.SERVER, None),
     "SLOT_IO": (_K.SERVER, None),
     "IDENTITY_PENDING": (_K.UNAVAILABLE, None),
@@ -105,6 +106,13 @@ def refused(error: grpc.aio.AioRpcError) -> Refused:
             except DecodeError:
                 return Refused()
     return Refused()
+
+
+def from_restore(error: ApiError) -> ApiError:
+    """The same for a restore, where a full pool is a refusal and no fault."""
+    if error.body.headers.get(REASON_HEADER) != "KV_PAGES_EXHAUSTED":
+        return error
+    return ApiError(_K.INVALID_REQUEST, _NOT_RESTORED, headers=error.body.headers)
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:

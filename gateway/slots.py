@@ -16,16 +16,17 @@ from gateway.exchange import Exchange
 from gateway.facts import params_of
 from gateway.fields import members_of
 from gateway.peer_json import Json
+from gateway.prompts import check_vocabulary, read_prompts, tokenize
 from gateway.requests import wrap_slot_id
+from gateway.rpc_errors import from_restore
 from gateway.service import answer
 from gateway.settings import short_settings
 from gateway.timings import microseconds
 
 _LEADING_INTEGER = re.compile(r"\s*([+-]?\d{1,10})")
 _INT32_MAX = 2**31 - 1
-_MAX_FILENAME_BYTES = 255
-# Fullwidth stop, two slashes that normalise to "/", the replacement character, a byte order mark.
-_FORBIDDEN = frozenset('/\\:*?"<>|\uff0e\u2215\u2216\ufffd\ufeff')
+# Narrower than the peer's rule: what only that takes is refused in its words.
+_FILENAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
 
 
 async def list_slots(exchange: Exchange) -> Response:
@@ -86,15 +87,8 @@ def slot_json(slot: slot_pb2.Slot) -> Json:
 
 
 def is_filename(name: str) -> bool:
-    """Whether the peer takes a name for a slot file."""
-    return (
-        0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_FILENAME_BYTES
-        and not _FORBIDDEN.intersection(name)
-        and all(character >= " " and not "\x7f" <= character <= "\x9f" for character in name)
-        and ".." not in name
-        and name[0] != " "
-        and name[-1] not in " ."
-    )
+    """Whether a slot file may have this name."""
+    return _FILENAME.fullmatch(name) is not None and ".." not in name
 
 
 def _params(slot: slot_pb2.Slot) -> Json:
@@ -132,26 +126,40 @@ async def _erase(exchange: Exchange, asked: int) -> Response:
 
 
 async def _save(exchange: Exchange, asked: int) -> Response:
-    backend, filename = exchange.backend, await _filename(exchange)
+    backend, members = exchange.backend, await _body(exchange)
+    filename = _filename(members)
     request = slot_pb2.SaveSlotRequest(slot_id=_wrapped(exchange, asked), filename=filename)
+    has_prompt = "prompt" in members
+    if has_prompt:
+        await _add_prompt(exchange, request, members["prompt"])
     call = backend.service.slots.SaveSlot(request, metadata=backend.metadata)
     reply = await exchange.connection.while_connected(answer(call))
+    timings: dict[str, Json] = {"save_ms": microseconds(reply.elapsed) / 1000.0}
+    if has_prompt:
+        timings |= {
+            "cache_n": reply.cached_tokens,
+            "prompt_n": reply.saved_tokens - reply.cached_tokens,
+            "prompt_ms": microseconds(reply.prefill_duration) / 1000.0,
+        }
     return json_response(
         {
             "id_slot": asked,
             "filename": filename,
             "n_saved": reply.saved_tokens,
             "n_written": reply.size_bytes,
-            "timings": {"save_ms": microseconds(reply.elapsed) / 1000.0},
+            "timings": timings,
         }
     )
 
 
 async def _restore(exchange: Exchange, asked: int) -> Response:
-    backend, filename = exchange.backend, await _filename(exchange)
+    backend, filename = exchange.backend, _filename(await _body(exchange))
     request = slot_pb2.RestoreSlotRequest(slot_id=_wrapped(exchange, asked), filename=filename)
     call = backend.service.slots.RestoreSlot(request, metadata=backend.metadata)
-    reply = await exchange.connection.while_connected(answer(call))
+    try:
+        reply = await exchange.connection.while_connected(answer(call))
+    except ApiError as error:
+        raise from_restore(error) from error
     return json_response(
         {
             "id_slot": asked,
@@ -163,8 +171,11 @@ async def _restore(exchange: Exchange, asked: int) -> Response:
     )
 
 
-async def _filename(exchange: Exchange) -> str:
-    members = members_of(await exchange.connection.json())
+async def _body(exchange: Exchange) -> Mapping[str, Json]:
+    return members_of(await exchange.connection.json())
+
+
+def _filename(members: Mapping[str, Json]) -> str:
     if "filename" not in members:
         raise server_fault("key 'filename' not found")
     filename = members["filename"]
@@ -173,6 +184,19 @@ async def _filename(exchange: Exchange) -> str:
     if not is_filename(filename):
         raise invalid("Invalid filename")
     return filename
+
+
+async def _add_prompt(exchange: Exchange, request: slot_pb2.SaveSlotRequest, value: Json) -> None:
+    """Adds the prompt that is computed first, in any shape that `/completion` takes for one."""
+    prompts = read_prompts(value)
+    if len(prompts) != 1:
+        raise invalid(f'"prompt" has {len(prompts)} prompts, a slot holds one')
+    backend, prompt = exchange.backend, prompts[0]
+    check_vocabulary(prompts, backend.facts.model.vocab_size)
+    if isinstance(value, str):
+        request.text = value
+        return
+    request.tokens.ids.extend(await tokenize(backend.service, prompt, backend.metadata))
 
 
 _ACTIONS = {"save": _save, "restore": _restore, "erase": _erase}

@@ -12,12 +12,43 @@ from starlette.types import Receive, Scope, Send
 from gateway.peer_json import Json, write
 
 PING = b":\n\n"
-DONE = b"data: [DONE]\n\n"
 
 
-def frame(value: Json) -> bytes:
-    """One event."""
+@dataclass(frozen=True)
+class Framing:
+    """How a dialect's events and its last error are written, and what ends a stream that went well.
+
+    With `has_names` each event is an object of an `event` and its `data`; with `names_errors` so is
+    an error, which otherwise is the member `error` of a nameless one.
+    """
+
+    has_names: bool = False
+    names_errors: bool = False
+    terminator: bytes = b""
+
+    def frame(self, value: Json) -> bytes:
+        """One event."""
+        if not self.has_names or not isinstance(value, Mapping):
+            return _frame(value)
+        return _named(str(value["event"]), value["data"])
+
+    def failure(self, error: Json) -> bytes:
+        """The error that ends a stream."""
+        return _named("error", error) if self.names_errors else _frame({"error": error})
+
+
+PLAIN = Framing()
+DONE = Framing(terminator=b"data: [DONE]\n\n")
+NAMED = Framing(has_names=True)
+NAMED_ERRORS = Framing(has_names=True, names_errors=True)
+
+
+def _frame(value: Json) -> bytes:
     return b"data: " + write(value) + b"\n\n"
+
+
+def _named(name: str, data: Json) -> bytes:
+    return f"event: {name}\n".encode() + _frame(data)
 
 
 @dataclass(frozen=True)

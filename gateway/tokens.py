@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from kvarts.v1 import tokenization_pb2
 from starlette.responses import Response
 
-from gateway.chat_body import ChatBody, read_chat_body
-from gateway.chat_routes import chat_server, render
+from gateway import anthropic_body, responses_body
+from gateway.chat_routes import read_chat, render
 from gateway.connection import json_response
 from gateway.errors import server_fault, wrong_type
 from gateway.exchange import Exchange
@@ -54,24 +54,36 @@ async def detokenize(exchange: Exchange) -> Response:
 
 async def apply_template(exchange: Exchange) -> Response:
     """POST /apply-template."""
-    rendered = await _rendered(exchange)
+    rendered = await _rendered(exchange, members_of)
     return json_response({"prompt": rendered.prompt})
 
 
 async def count_chat_tokens(exchange: Exchange) -> Response:
     """POST /chat/completions/input_tokens."""
-    rendered = await _rendered(exchange)
+    rendered = await _rendered(exchange, members_of)
     return json_response(
         {"input_tokens": rendered.prompt_tokens, "object": "response.input_tokens"}
     )
 
 
-async def _rendered(exchange: Exchange) -> tokenization_pb2.ApplyChatTemplateResponse:
-    body = await exchange.connection.json()
-    read: ChatBody = await off_loop(
-        lambda: read_chat_body(body, chat_server(exchange.options)),
-        weight=exchange.connection.body_bytes,
+async def count_response_tokens(exchange: Exchange) -> Response:
+    """POST /responses/input_tokens."""
+    rendered = await _rendered(exchange, responses_body.to_chat_body)
+    return json_response(
+        {"input_tokens": rendered.prompt_tokens, "object": "response.input_tokens"}
     )
+
+
+async def count_message_tokens(exchange: Exchange) -> Response:
+    """POST /v1/messages/count_tokens."""
+    rendered = await _rendered(exchange, anthropic_body.to_chat_body)
+    return json_response({"input_tokens": rendered.prompt_tokens})
+
+
+async def _rendered(
+    exchange: Exchange, to_chat_body: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> tokenization_pb2.ApplyChatTemplateResponse:
+    read = await read_chat(exchange, to_chat_body)
     return await exchange.connection.while_connected(render(exchange.backend, read.chat))
 
 

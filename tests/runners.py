@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from engine.adapters.capacity import AdapterCapacity
 from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
 from engine.model.weights import load_weights
 from engine.runner import JaxRunner, RunnerConfig
 from engine.step import RowLogits, SequenceWork, StepBatch
+
+NO_ADAPTERS = AdapterCapacity()
 
 
 def open_runner(
@@ -25,12 +28,12 @@ def open_runner(
     num_pages: int = 80,
     page_tokens: int = 16,
     kv_dtype: str = "f32",
-    num_states: int = 8,
     is_native: bool = False,
+    adapters: AdapterCapacity = NO_ADAPTERS,
 ) -> JaxRunner:
     """Loads a file into a runner that is not warm: compiling takes about 2 s per program.
 
-    A model with windows has as many window pages as others, one without recurrent layers no states.
+    A model with windows has as many window pages as others.
     """
     with GgufFile.open(path) as file:
         spec = read_spec(file)
@@ -43,7 +46,7 @@ def open_runner(
             page_tokens,
             kv_dtype,
             num_window_pages,
-            num_states if spec.num_recurrent_layers else 0,
+            adapters,
         )
         return JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
 
@@ -52,13 +55,12 @@ def open_runner(
 class Lane:
     """A sequence on pages of its own, which cover as many tokens as it will hold.
 
-    Its window pages have the same ids in their own pool and are never freed. Models with recurrent
-    layers use its state.
+    Its window pages have the same ids in their own pool and are never freed.
     """
 
     pages: Sequence[int]
     held: list[int] = field(default_factory=list[int])
-    state_id: int = 1
+    adapters: Sequence[tuple[int, float]] = ()
 
     def window_pages(self, start: int, end: int) -> Sequence[int]:
         """The table of the swa pool for a step over tokens `start` to `end`."""
@@ -69,7 +71,7 @@ class Lane:
         start, new = len(self.held), tuple(tokens)
         self.held += new
         table = self.window_pages(start, len(self.held))
-        return SequenceWork(new, start, self.pages, wants_logits, table, self.state_id)
+        return SequenceWork(new, start, self.pages, wants_logits, table, self.adapters)
 
 
 def decode(runner: JaxRunner, *works: SequenceWork) -> list[RowLogits]:

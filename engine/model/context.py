@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.kernels import native
+from engine.kernels.lora import AdapterLists, Bank, adapt
 from engine.kernels.qmatmul import MatrixStack, qmatmuls
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerArrays, Weights
@@ -22,9 +24,9 @@ class StepInputs:
 
     The K kinds of pool are full (0) and, in models that have it, window (1). `tokens`, `positions`
     and `offsets` are [N], `pages` is [K, N] (padding: token 0, position -1, page 0). `tables` is
-    [K, R, W] for D decode rows and, last, the chunk, `states` [R] the state of each row (padding:
-    0). `outputs` [R] indexes the tokens whose logits are wanted, in the order of rows;
-    `wants_logits` is a scalar, 0 if none are.
+    [K, R, W] for D decode rows and, last, the chunk. `outputs` [R] indexes the tokens whose logits
+    are wanted, in the order of rows; `wants_logits` is a scalar, 0 if none are. `adapters` is None
+    in programs without them.
     """
 
     tokens: jax.Array
@@ -32,31 +34,35 @@ class StepInputs:
     offsets: jax.Array
     pages: jax.Array
     tables: jax.Array
-    states: jax.Array
     outputs: jax.Array
     wants_logits: jax.Array
+    adapters: AdapterLists | None = None
 
 
 @dataclass(frozen=True)
 class Context:
-    """A step in a model. `turns` are cos and sin, f32 [ropes, N, dims // 2]; None without rope."""
+    """A step in a model. `turns` are cos and sin, f32 [ropes, N, dims // 2].
+
+    `banks` are the adapters' of the layer that runs, `layer` its place in them.
+    """
 
     spec: ModelSpec
     weights: Weights
     step: StepInputs
     num_decodes: int
-    turns: tuple[jax.Array, jax.Array] | None
+    turns: tuple[jax.Array, jax.Array]
+    banks: Mapping[str, Bank] = field(default_factory=dict[str, Bank])
+    layer: jax.Array | int = 0
 
-    def norm(self, x: jax.Array, weight: jax.Array, epsilon: float | None = None) -> jax.Array:
-        """Root-mean-square norm over the last axis, with the model's epsilon unless given.
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Root-mean-square norm over the last axis.
 
         Source: Zhang and Sennrich 2019.
         """
-        epsilon = self.spec.norm_eps if epsilon is None else epsilon
         if self.weights.is_native:
-            return native.norm(x, weight, epsilon)
+            return native.norm(x, weight, self.spec.norm_eps)
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-        return x * lax.rsqrt(mean_square + epsilon) * weight
+        return x * lax.rsqrt(mean_square + self.spec.norm_eps) * weight
 
     def linear(
         self, own: LayerArrays, name: str, x: jax.Array, biases: frozenset[str] = frozenset()
@@ -73,10 +79,21 @@ class Context:
     ) -> list[jax.Array]:
         """Projections of one input, f32 [N, rows] each; matrices in `biases` add theirs."""
         products = qmatmuls(self.weights.arena, [cast(MatrixStack, own[n]) for n in names], x)
+        products = self.adapted(names, x, products)
         return [
             y + vector(own, f"{name}.bias") if name in biases else y
             for name, y in zip(names, products, strict=True)
         ]
+
+    def adapted(
+        self, names: Sequence[str], x: jax.Array, products: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Adds the step's adapters to products of one input with the weights of these names."""
+        if self.step.adapters is None:
+            return products
+        banks = [self.banks.get(name) for name in names]
+        lists = self.step.adapters
+        return adapt(banks, self.layer, lists, x, products, num_decodes=self.num_decodes)
 
 
 def vector(arrays: LayerArrays, name: str) -> jax.Array:

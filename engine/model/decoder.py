@@ -1,35 +1,31 @@
 """The decoder: one step of a `ModelSpec` over paged state, as a pure function.
 
 A step evaluates N = D + C tokens: D decode rows of one token each, then a chunk of C tokens of
-one sequence. Layers that repeat are one `lax.scan`, and so are patterns of layers, so neither
-program size nor compile time grows with depth; what differs between the layers of a run (window,
-rope, places in the pools) is data. Norms, rope and softmax are f32.
+one sequence. Layers that repeat are one `lax.scan`, so neither program size nor compile time grows
+with depth; what differs between them (window, rope, place in the pool) is data. Norms, rope and
+softmax are f32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from engine.kernels import flow
+from engine.kernels.lora import adapt_embedding
 from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul
+from engine.model.adapter_banks import BankArrays
 from engine.model.attention import KvPool
 from engine.model.context import Context, StepInputs, vector
 from engine.model.ffn import dense_ffn
 from engine.model.grouped_query import grouped_query_attention
 from engine.model.place import Place
-from engine.model.recurrent import mix_recurrent
 from engine.model.rope import angles
 from engine.model.spec import BlockSpec, ModelSpec
-from engine.model.states import StatePool
 from engine.model.weights import LayerArrays, Weights
-
-# Activations f32 [N, width], then all that the layers keep of sequences.
-_Carry = tuple[jax.Array, KvPool, StatePool | None]
-_Run = tuple[BlockSpec, LayerArrays, Place]
 
 
 def forward(
@@ -37,10 +33,10 @@ def forward(
     weights: Weights,
     places: Place,
     pool: KvPool,
-    states: StatePool | None,
     step: StepInputs,
     num_decodes: int,
-) -> tuple[jax.Array, KvPool, StatePool | None]:
+    banks: BankArrays | None = None,
+) -> tuple[jax.Array, KvPool]:
     """Evaluates one step.
 
     Args:
@@ -48,44 +44,34 @@ def forward(
         weights: Its weights.
         places: One entry per layer.
         pool: Keys and values; the result holds this step's too.
-        states: What recurrent layers keep, None in models without them; likewise.
         step: What to evaluate.
         num_decodes: D; static.
+        banks: The loaded adapters, if the step has lists of them.
 
     Returns:
-        f32 logits [R, vocab] and the pools.
+        f32 logits [R, vocab] and the pool.
     """
     context = Context(spec, weights, step, num_decodes, _turns(spec, weights, step.positions))
     embedding = cast(MatrixStack, weights.globals["token_embd"])
     x = gather_rows(weights.arena, embedding, step.tokens)
+    if banks is not None and step.adapters is not None:
+        bank = banks.globals["token_embd"]
+        x = adapt_embedding(bank, step.adapters, step.tokens, x, num_decodes=num_decodes)
     if spec.embedding_scale != 1.0:
         x = x * spec.embedding_scale
-    carry: _Carry = (x, pool, states)
-    blocks_and_layers, next_run = spec.runs(), 0
-    for cycle in spec.cycles():
-        runs = [
-            (block, arrays, places.part(layers))
-            for (block, layers), arrays in zip(
-                blocks_and_layers[next_run : next_run + len(cycle.runs)],
-                weights.runs[next_run : next_run + len(cycle.runs)],
-                strict=True,
-            )
-        ]
-        next_run += len(cycle.runs)
-        carry = _cycle(context, runs, cycle.repeats, carry)
-    x, pool, states = carry
+    for run, (block, first, count) in enumerate(spec.runs()):
+        own = replace(context, banks=banks.runs[run]) if banks else context
+        x, pool = _run(own, block, weights.runs[run], places.part(first, count), x, pool)
+    if banks is not None:
+        context = replace(context, banks=banks.globals)
     nothing = jnp.zeros((step.outputs.shape[0], spec.vocab_size), jnp.float32)
     # A chunk in the middle of a prompt needs no logits, and the head is the largest matrix.
     logits = flow.cond(step.wants_logits > 0, lambda: _head(context, x), lambda: nothing)
-    return logits, pool, states
+    return logits, pool
 
 
-def _turns(
-    spec: ModelSpec, weights: Weights, positions: jax.Array
-) -> tuple[jax.Array, jax.Array] | None:
+def _turns(spec: ModelSpec, weights: Weights, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cos and sin of every rope of the model, f32 [ropes, N, dims // 2] each."""
-    if not spec.ropes:
-        return None
     places = jnp.maximum(positions, 0)
     all_turns = [
         angles(rope, places, vector(weights.globals, rope.factors) if rope.factors else None)
@@ -97,81 +83,49 @@ def _turns(
 def _head(context: Context, x: jax.Array) -> jax.Array:
     """Logits of the tokens that want them, f32 [R, vocab]."""
     spec, weights = context.spec, context.weights
-    last = context.norm(x[context.step.outputs], vector(weights.globals, spec.output_norm))
+    last = context.norm(x[context.step.outputs], vector(weights.globals, "output_norm.weight"))
     head = weights.globals["token_embd" if spec.tied_head else "output"]
     logits = qmatmul(weights.arena, cast(MatrixStack, head), last)
+    if not spec.tied_head:
+        # What adapters change of a tied embedding is its rows as inputs, not as outputs.
+        (logits,) = context.adapted(("output",), last, [logits])
     if spec.has_head_bias:
         logits = logits + vector(weights.globals, "output.bias")
-    return _soft_capped(_scaled(logits, spec.logit_scale), spec.logit_soft_cap)
-
-
-def _cycle(context: Context, runs: Sequence[_Run], repeats: int, carry: _Carry) -> _Carry:
-    """Runs of equal blocks that follow each other `repeats` times.
-
-    Arrays and places have one entry per layer, of each run over all repetitions.
-    """
-    if repeats == 1:
-        for run in runs:
-            carry = _run(context, *run, carry)
-        return carry
-
-    def one_round(carry: _Carry, parts: list[tuple[LayerArrays, Place]]) -> _Carry:
-        for (block, _, _), (arrays, places) in zip(runs, parts, strict=True):
-            carry = _run(context, block, arrays, places, carry)
-        return carry
-
-    def by_round(array: jax.Array) -> jax.Array:
-        return array.reshape(repeats, -1, *array.shape[1:])
-
-    parts = [jax.tree.map(by_round, (arrays, places)) for _, arrays, places in runs]
-    return flow.scan(one_round, carry, parts)
+    return _soft_capped(logits, spec.logit_soft_cap)
 
 
 def _run(
-    context: Context, block: BlockSpec, arrays: LayerArrays, places: Place, carry: _Carry
-) -> _Carry:
+    shared: Context,
+    block: BlockSpec,
+    arrays: LayerArrays,
+    places: Place,
+    x: jax.Array,
+    pool: KvPool,
+) -> tuple[jax.Array, KvPool]:
     """A run of equal blocks: `arrays` and `places` have one entry per layer of it."""
 
-    def layer(carry: _Carry, scanned: tuple[LayerArrays, Place]) -> _Carry:
-        x, pool, states = carry
-        own, place = scanned
+    def layer(
+        carry: tuple[jax.Array, KvPool], scanned: tuple[LayerArrays, Place, jax.Array]
+    ) -> tuple[jax.Array, KvPool]:
+        x, pool = carry
+        own, place, index = scanned
+        context = replace(shared, layer=index)
         with jax.named_scope("mixer"):
             y = context.norm(x, vector(own, "attn_norm.weight")) if block.has_pre_norms else x
-            y, pool, states = _mixed(context, block, own, place, (y, pool, states))
+            y, pool = grouped_query_attention(context, block.mixer, own, place, y, pool)
             if block.has_post_norms:
                 y = context.norm(y, vector(own, "post_attention_norm.weight"))
-            x = x + _scaled(y, block.residual_scale)
-        if block.ffn is None:
-            return x, pool, states
+            x = x + y
         with jax.named_scope("ffn"):
-            y = context.norm(x, vector(own, block.ffn_norm)) if block.has_pre_norms else x
+            y = context.norm(x, vector(own, "ffn_norm.weight")) if block.has_pre_norms else x
             y = dense_ffn(context, block.ffn, own, y)
             if block.has_post_norms:
                 y = context.norm(y, vector(own, "post_ffw_norm.weight"))
-            x = x + _scaled(y, block.residual_scale)
-        return x, pool, states
+            x = x + y
+        return x, pool
 
-    return flow.scan(layer, carry, (arrays, places))
-
-
-def _mixed(
-    context: Context, block: BlockSpec, own: LayerArrays, place: Place, carry: _Carry
-) -> _Carry:
-    """What attention, a recurrence or both side by side make of the block's normalised input."""
-    x, pool, states = carry
-    parts: list[jax.Array] = []
-    if block.mixer is not None:
-        y, pool = grouped_query_attention(context, block.mixer, own, place, x, pool)
-        parts.append(y)
-    if block.recurrent is not None:
-        assert states is not None
-        y, states = mix_recurrent(context, block.recurrent, own, place, x, states)
-        parts.append(y)
-    return sum(parts[1:], parts[0]), pool, states
-
-
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    return x if scale == 1.0 else x * scale
+    layers = jnp.arange(places.kind.shape[0], dtype=jnp.int32)
+    return flow.scan(layer, (x, pool), (arrays, places, layers))
 
 
 def _soft_capped(x: jax.Array, cap: float) -> jax.Array:

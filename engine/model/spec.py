@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-
-from engine.model.cycles import Cycle, find_cycles
-from engine.model.recurrent_spec import RecurrentSpec, StateShape
+from itertools import groupby
 
 
 class RopePairing(Enum):
@@ -56,8 +54,7 @@ class AttentionSpec:
 
     `scale` multiplies the scores, then `soft_cap` c > 0 bounds them as `c * tanh(score / c)`.
     Biases are named by matrix, because files have any subset of them. `is_fused`: one matrix
-    `attn_qkv` holds the rows of queries, keys and values. `has_gate`: `attn_q` holds each head's
-    query, then a gate whose sigmoid multiplies the head's result.
+    `attn_qkv` holds the rows of queries, keys and values.
     """
 
     num_heads: int
@@ -68,8 +65,6 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     soft_cap: float = 0.0
     is_fused: bool = False
-    has_gate: bool = False
-    has_rope: bool = True
 
 
 class Activation(Enum):
@@ -96,19 +91,12 @@ class DenseFfnSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """`x += post(mixer(pre(x)))`, then the same with the feed-forward; the norms are RMS norms.
+    """`x += post(mixer(pre(x)))`, then the same with the feed-forward; the norms are RMS norms."""
 
-    The mixer is attention, a recurrence or, side by side and added, both. `residual_scale`
-    multiplies what is added to x; `ffn_norm` names the norm before the feed-forward.
-    """
-
-    mixer: AttentionSpec | None
-    ffn: DenseFfnSpec | None
+    mixer: AttentionSpec
+    ffn: DenseFfnSpec
     has_pre_norms: bool = True
     has_post_norms: bool = False
-    recurrent: RecurrentSpec | None = None
-    residual_scale: float = 1.0
-    ffn_norm: str = "ffn_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -128,9 +116,7 @@ class ModelSpec:
     """A whole decoder-only model.
 
     `ropes` agree in pairing and dims. `tied_head`: the output projection is the embedding.
-    `logit_scale` multiplies logits, then `logit_soft_cap` c > 0 bounds them as
-    `c * tanh(logit / c)`. `num_unused_layers` blocks follow the others in the file and predict
-    tokens further ahead: they are not run.
+    `logit_soft_cap` c > 0 bounds logits as `c * tanh(logit / c)`.
     """
 
     architecture: str
@@ -144,9 +130,6 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_soft_cap: float = 0.0
     has_head_bias: bool = False
-    logit_scale: float = 1.0
-    output_norm: str = "output_norm.weight"
-    num_unused_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -154,45 +137,24 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def num_full_layers(self) -> int:
-        """Number of layers that attend to everything; their keys and values live in the kv pool."""
-        return sum(layer.block.mixer is not None and layer.window is None for layer in self.layers)
-
-    @property
     def num_window_layers(self) -> int:
         """Number of sliding-window layers, whose keys and values live in the swa pool."""
         return sum(layer.window is not None for layer in self.layers)
-
-    @property
-    def num_recurrent_layers(self) -> int:
-        """Number of layers with a recurrence, whose state lives in the mamba pool."""
-        return sum(layer.block.recurrent is not None for layer in self.layers)
-
-    @property
-    def attention(self) -> AttentionSpec | None:
-        """The attention of the first layer that has one: all have the same keys and values."""
-        mixers = (layer.block.mixer for layer in self.layers)
-        return next((mixer for mixer in mixers if mixer is not None), None)
-
-    @property
-    def state(self) -> StateShape | None:
-        """What a recurrent layer keeps of a sequence, the same in all; None where there is none."""
-        recurrent = (layer.block.recurrent for layer in self.layers)
-        return next((spec.state for spec in recurrent if spec is not None), None)
 
     @property
     def window(self) -> int | None:
         """The widest window of the model; None if every layer sees everything."""
         return max((layer.window for layer in self.layers if layer.window), default=None)
 
-    def cycles(self) -> tuple[Cycle, ...]:
-        """How the program walks the layers; layers of equal blocks are one run."""
-        return find_cycles([layer.block for layer in self.layers])
-
-    def runs(self) -> tuple[tuple[BlockSpec, tuple[int, ...]], ...]:
-        """Every run of all cycles, as its block and its layers."""
-        runs = (run for cycle in self.cycles() for run in cycle.runs)
-        return tuple((self.layers[run[0]].block, run) for run in runs)
+    def runs(self) -> tuple[tuple[BlockSpec, int, int], ...]:
+        """Runs of equal blocks as (block, first layer, number): each is one scan of the program."""
+        found: list[tuple[BlockSpec, int, int]] = []
+        first = 0
+        for block, group in groupby(layer.block for layer in self.layers):
+            count = sum(1 for _ in group)
+            found.append((block, first, count))
+            first += count
+        return tuple(found)
 
     def at_context(self, context_tokens: int) -> ModelSpec:
         """The model as it runs with this context: long rope factors past the short context."""

@@ -6,7 +6,7 @@ Everything is a pytree, so that a program receives weights as arguments and hold
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.errors import UnsupportedModel
-from engine.gguf.arena import Arena, Progress, build_arena, read_arrays
+from engine.gguf.arena import Arena, Progress, build_arena, read_vectors
 from engine.gguf.reader import GgufFile
 from engine.kernels.qmatmul import MatrixStack
-from engine.model.recurrent_tensors import recurrent_arrays, recurrent_matrices
-from engine.model.spec import AttentionSpec, BlockSpec, DenseFfnSpec, ModelSpec, QkNorm
+from engine.model.spec import BlockSpec, ModelSpec, QkNorm
 
 LayerArrays = Mapping[str, MatrixStack | jax.Array]
 
@@ -33,7 +32,7 @@ class Weights:
     """All weights of a model. `is_native`: laid out for the native kernels.
 
     `runs` has one entry per run of equal blocks (`ModelSpec.runs`): name to a stack of L matrices
-    or f32 [L, ...] arrays. `globals` holds the embedding, the head and vectors that belong to no
+    or f32 [L, n] vectors. `globals` holds the embedding, the head and vectors that belong to no
     layer. Matrices are named as in the file without `.weight`, vectors as in the file.
     """
 
@@ -45,57 +44,36 @@ class Weights:
 
 def block_matrices(block: BlockSpec, width: int) -> dict[str, tuple[int, int]]:
     """The matrices of a block: name to (rows, cols)."""
+    mixer, ffn = block.mixer, block.ffn
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     found: dict[str, tuple[int, int]] = {}
-    if block.mixer is not None:
-        found |= _attention_matrices(block.mixer, width)
-    if block.recurrent is not None:
-        found |= recurrent_matrices(block.recurrent, width)
-    if block.ffn is not None:
-        found |= _ffn_matrices(block.ffn, width)
+    if mixer.is_fused:
+        found["attn_qkv"] = (queries + 2 * keys, width)
+    else:
+        found |= {"attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width)}
+    found["attn_output"] = (width, queries)
+    if ffn.is_fused:
+        found["ffn_up"] = (2 * ffn.hidden, width)
+    else:
+        found |= {"ffn_gate": (ffn.hidden, width), "ffn_up": (ffn.hidden, width)}
+    found["ffn_down"] = (width, ffn.hidden)
     return found
 
 
-def _attention_matrices(mixer: AttentionSpec, width: int) -> dict[str, tuple[int, int]]:
-    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    output = {"attn_output": (width, queries)}
-    if mixer.is_fused:
-        return {"attn_qkv": (queries + 2 * keys, width)} | output
-    rows = 2 * queries if mixer.has_gate else queries
-    return {"attn_q": (rows, width), "attn_k": (keys, width), "attn_v": (keys, width)} | output
-
-
-def _ffn_matrices(ffn: DenseFfnSpec, width: int) -> dict[str, tuple[int, int]]:
-    down = {"ffn_down": (width, ffn.hidden)}
-    if ffn.is_fused:
-        return {"ffn_up": (2 * ffn.hidden, width)} | down
-    return {"ffn_gate": (ffn.hidden, width), "ffn_up": (ffn.hidden, width)} | down
-
-
 def block_vectors(block: BlockSpec, width: int) -> dict[str, int]:
-    """The vectors of a block's attention, feed-forward and norms: file name to length."""
-    mixer, ffn = block.mixer, block.ffn
+    """The vectors of a block: file name to length."""
+    mixer = block.mixer
     rows = {name: shape[0] for name, shape in block_matrices(block, width).items()}
-    parts = (part for part in (mixer, ffn) if part is not None)
-    found = {f"{name}.bias": rows[name] for part in parts for name in part.biases}
-    norms = ["attn_norm.weight"] if block.has_pre_norms else []
-    norms += ["post_attention_norm.weight"] if block.has_post_norms else []
-    if ffn is not None:
-        norms += [block.ffn_norm] if block.has_pre_norms else []
-        norms += ["post_ffw_norm.weight"] if block.has_post_norms else []
-    found |= dict.fromkeys(norms, width)
-    if mixer is not None and mixer.qk_norm is not QkNorm.NONE:
+    found = {f"{name}.bias": rows[name] for name in mixer.biases | block.ffn.biases}
+    if block.has_pre_norms:
+        found |= {"attn_norm.weight": width, "ffn_norm.weight": width}
+    if block.has_post_norms:
+        found |= {"post_attention_norm.weight": width, "post_ffw_norm.weight": width}
+    if mixer.qk_norm is not QkNorm.NONE:
         per_head = mixer.qk_norm is QkNorm.HEAD
         found["attn_q_norm.weight"] = mixer.head_dim * (1 if per_head else mixer.num_heads)
         found["attn_k_norm.weight"] = mixer.head_dim * (1 if per_head else mixer.num_kv_heads)
     return found
-
-
-def block_arrays(block: BlockSpec, width: int) -> dict[str, tuple[int, ...]]:
-    """Everything of a block that no product takes, its vectors too: file name to shape."""
-    found: dict[str, tuple[int, ...]] = {
-        name: (length,) for name, length in block_vectors(block, width).items()
-    }
-    return found | (recurrent_arrays(block.recurrent) if block.recurrent else {})
 
 
 def global_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -106,7 +84,7 @@ def global_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def global_vectors(spec: ModelSpec) -> dict[str, int]:
     """The vectors outside the layers: file name to length."""
-    found = {spec.output_norm: spec.width}
+    found = {"output_norm.weight": spec.width}
     if spec.has_head_bias:
         found["output.bias"] = spec.vocab_size
     for rope in spec.ropes:
@@ -125,8 +103,8 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for i, layer in enumerate(spec.layers):
         for name, shape in block_matrices(layer.block, spec.width).items():
             shapes[f"blk.{i}.{name}.weight"] = shape
-        for name, shape in block_arrays(layer.block, spec.width).items():
-            shapes[f"blk.{i}.{name}"] = shape
+        for name, length in block_vectors(layer.block, spec.width).items():
+            shapes[f"blk.{i}.{name}"] = (length,)
     return shapes
 
 
@@ -145,9 +123,7 @@ def check_tensors(spec: ModelSpec, file: GgufFile) -> None:
             raise UnsupportedModel(
                 file.name, f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}"
             )
-    unused = tuple(f"blk.{spec.num_layers + i}." for i in range(spec.num_unused_layers))
-    unknown = sorted(set(file.tensors) - set(expected))
-    if unknown := [name for name in unknown if not name.startswith(unused)]:
+    if unknown := sorted(set(file.tensors) - set(expected)):
         raise UnsupportedModel(
             file.name,
             f"tensor {unknown[0]} is not part of a {spec.architecture} model as this build "
@@ -169,12 +145,14 @@ def load_weights(
         ModelFileError: A tensor's data is damaged.
     """
     check_tensors(spec, file)
-    small = _small_tensors(spec)
-    matrices = [name for name in expected_shapes(spec) if name not in small]
-    arena = build_arena(file, matrices, progress, tiled=is_native)
-    vectors = read_arrays(file, small)
+    shapes = expected_shapes(spec)
+    arena = build_arena(
+        file, [n for n, s in shapes.items() if len(s) == 2], progress, tiled=is_native
+    )
+    vectors = read_vectors(file, [n for n, s in shapes.items() if len(s) == 1])
     runs = tuple(
-        _run_arrays(spec, block, layers, arena, vectors, is_native) for block, layers in spec.runs()
+        _run_arrays(spec, block, first, count, arena, vectors, is_native)
+        for block, first, count in spec.runs()
     )
     outside: dict[str, MatrixStack | jax.Array] = {
         name: MatrixStack.of([arena.matrices[f"{name}.weight"]], is_native=is_native).single()
@@ -184,28 +162,22 @@ def load_weights(
     return Weights(jax.device_put(arena.data, may_alias=True), runs, outside, is_native)
 
 
-def _small_tensors(spec: ModelSpec) -> set[str]:
-    """The full names of all that no product takes."""
-    names = set(global_vectors(spec))
-    for i, layer in enumerate(spec.layers):
-        names |= {f"blk.{i}.{name}" for name in block_arrays(layer.block, spec.width)}
-    return names
-
-
 def _run_arrays(
     spec: ModelSpec,
     block: BlockSpec,
-    layers: Sequence[int],
+    first: int,
+    count: int,
     arena: Arena,
     vectors: Mapping[str, np.ndarray],
     is_native: bool,
 ) -> LayerArrays:
+    layers = range(first, first + count)
     arrays: dict[str, MatrixStack | jax.Array] = {
         name: MatrixStack.of(
             [arena.matrices[f"blk.{i}.{name}.weight"] for i in layers], is_native=is_native
         )
         for name in block_matrices(block, spec.width)
     }
-    for name in block_arrays(block, spec.width):
+    for name in block_vectors(block, spec.width):
         arrays[name] = jnp.asarray(np.stack([vectors[f"blk.{i}.{name}"] for i in layers]))
     return arrays

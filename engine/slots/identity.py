@@ -97,6 +97,11 @@ class Identity:
         error = self._done.exception() if self._done.done() else None
         return error if isinstance(error, ModelFileChanged) else None
 
+    def known(self) -> str | None:
+        """Returns the fingerprint if it is there already."""
+        is_known = self._done.done() and self._done.exception() is None
+        return self._done.result() if is_known else None
+
     def fingerprint(self, timeout_s: float | None = None) -> str:
         """Waits for the fingerprint; None waits as long as it takes.
 

@@ -34,8 +34,6 @@ _REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
 
 _GRAMMAR = Excuse("needs grammars and JSON schemas")
 _TOOLS = Excuse("needs tools")
-_MESSAGES = Excuse("needs the messages API")
-_RESPONSES = Excuse("needs the responses API")
 _SAMPLES = Excuse("needs samples that share their prompt", _REUSE)
 _HOST_CACHE = Excuse("needs the host cache, which keeps a prompt when its slot is taken", _REUSE)
 _CACHE_REUSE = Excuse("needs n_cache_reuse", _REUSE)
@@ -108,20 +106,7 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         ),
         "grammar null beside a schema": _AFTER_GRAMMAR,
     },
-    "messages": _each(
-        _MESSAGES,
-        "plain",
-        "system, turns",
-        "again",
-        "stop sequence",
-        "stream",
-        "stream, stop sequence",
-        "no generation limit",
-        "no messages",
-        "block of an unknown type",
-        "field",
-        "count",
-    ),
+    "messages": {"again": _HOST_CACHE},
     "openai_chat": {
         "logprobs": _HOST_CACHE,
         "json object": _GRAMMAR,
@@ -134,19 +119,7 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
     },
     "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
     "probabilities": {"inside characters": _GRAMMAR},
-    "responses": _each(
-        _RESPONSES,
-        "text",
-        "items",
-        "stream",
-        "stream, progress, timings",
-        "no input",
-        "previous response",
-        "file",
-        "input of a wrong type",
-        "unknown item",
-        "input tokens",
-    ),
+    "responses": {"stream": _HOST_CACHE},
     "samplers": {"rejected draws draw again": _GRAMMAR},
     "slots": _each(
         _SLOT_FILES,

@@ -1,8 +1,8 @@
 // One instruction set's kernels: compiled once per set, with that set's flags and KVARTS_ISA.
 #include "attention_kernels.h"
+#include "lora_kernels.h"
 #include "norm_kernels.h"
 #include "qmatmul_kernels.h"
-#include "recurrence_kernels.h"
 
 #define KVARTS_TEXT_(x) #x
 #define KVARTS_TEXT(x) KVARTS_TEXT_(x)
@@ -10,7 +10,6 @@
 namespace kvarts {
 namespace KVARTS_ISA {
 extern const Kernels kernels;
-const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows,
-                         convolve, recur};
+const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows, adapt};
 }  // namespace KVARTS_ISA
 }  // namespace kvarts

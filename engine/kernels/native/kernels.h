@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "recurrence.h"
+#include "lora.h"
 
 namespace kvarts {
 
@@ -61,9 +61,8 @@ struct Kernels {
   bool (*attend)(const Attention&, int64_t first, int64_t end);
   // Decode rows [first, end), if they were split into spans.
   bool (*merge_rows)(const Attention&, int64_t first, int64_t end);
-  // Units [first, end) of work; false if there is no memory for it.
-  bool (*convolve)(const Convolution&, int64_t first, int64_t end);
-  bool (*recur)(const Recurrence&, int64_t first, int64_t end);
+  // Adds what their adapters change to products of tokens [first, end).
+  void (*adapt)(const Adaptation&, int64_t first, int64_t end);
 };
 
 }  // namespace kvarts

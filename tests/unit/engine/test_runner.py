@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from engine import runner as runner_module
 from engine.errors import InvalidField
+from engine.packed_step import Bucket
 from engine.runner import NUM_CANDIDATES, JaxRunner
 from engine.step import PoolLost, RowLogits, SequenceWork, StepBatch
 from engine.types import PoolKind
@@ -308,7 +309,7 @@ def test_steps_write_into_the_pool_in_place(runner: JaxRunner) -> None:
 def test_no_program_copies_the_pool(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "tiny.gguf", TinyLlama(num_layers=2))
     runner = open_runner(path, max_rows=1, max_chunk=16, num_pages=4096)
-    bucket = runner_module._Bucket(1, 16)  # pyright: ignore[reportPrivateUsage] -- the memory of a program shows nowhere else
+    bucket = Bucket(1, 16)
     program: Any = cast(Any, runner)._compile(bucket)
     pool: Any = cast(Any, runner)._pool
     memory = program.memory_analysis()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -155,13 +155,14 @@ class FakeService(
             for index in range(2)
         ]
         self.erased: list[int] = []
+        self.saved: list[slot_pb2.SaveSlotRequest] = []
         self.model = _model()
         self.info = _info()
         self.adapters: list[lora_pb2.Adapter] = []
         # The calls of TokenizationService as they come; a service that stops refuses them.
         self.text_calls = asyncio.Queue[str]()
         self.is_stopping = False
-        # The calls of ModelService as they come, and what each of them is refused with.
+        # The calls of ModelService as they come; what they and a restore are refused with.
         self.model_calls = asyncio.Queue[str]()
         self.required_key: str | None = None
         self.refusals: dict[str, Refusal] = {}
@@ -271,6 +272,32 @@ class FakeService(
         del context
         self.erased.append(request.slot_id)
         return slot_pb2.EraseSlotResponse(slot_id=request.slot_id, erased_tokens=17)
+
+    async def SaveSlot(self, request: Any, context: Any) -> slot_pb2.SaveSlotResponse:
+        del context
+        self.saved.append(request)
+        has_prompt = request.WhichOneof("prompt") is not None
+        return slot_pb2.SaveSlotResponse(
+            slot_id=request.slot_id,
+            filename=request.filename,
+            saved_tokens=21,
+            size_bytes=4096,
+            elapsed=duration_pb2.Duration(nanos=1_500_000),
+            cached_tokens=4 if has_prompt else 0,
+            prefill_duration=duration_pb2.Duration(nanos=250_000_000) if has_prompt else None,
+        )
+
+    async def RestoreSlot(self, request: Any, context: Any) -> slot_pb2.RestoreSlotResponse:
+        refusal = self.refusals.get("RestoreSlot")
+        if refusal is not None:
+            await context.abort_with_status(rpc_status.to_status(refusal.status))
+        return slot_pb2.RestoreSlotResponse(
+            slot_id=request.slot_id,
+            filename=request.filename,
+            restored_tokens=21,
+            size_bytes=4096,
+            elapsed=duration_pb2.Duration(nanos=2_500_000),
+        )
 
     async def ListAdapters(self, request: Any, context: Any) -> lora_pb2.ListAdaptersResponse:
         del request, context

@@ -88,8 +88,6 @@ DISABLED = [
     ("POST", "/v1/rerank", 501, "Start it with `--reranking`"),
     ("POST", "/infill", 501, "prefix token is missing. suffix token is missing. middle token is"),
     ("POST", "/v1/audio/transcriptions", 501, "does not support audio input"),
-    ("POST", "/v1/responses", 501, "not supported: responses"),
-    ("POST", "/v1/messages", 501, "not supported: messages"),
     ("GET", "/tools", 403, "this feature is disabled"),
     ("POST", "/cors-proxy", 403, "this feature is disabled"),
 ]

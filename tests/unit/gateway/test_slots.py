@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import grpc
 import httpx
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -12,7 +13,7 @@ from gateway.schema import CompletionParams
 from gateway.settings import short_settings
 from gateway.slots import is_filename
 from tests.unit.gateway.conftest import Serve
-from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.fake_service import FakeService, failing
 
 
 async def test_slots_never_used_have_no_parameters(client: httpx.AsyncClient):
@@ -129,9 +130,79 @@ async def test_bad_actions(
     assert response.json()["error"]["message"] == message
 
 
-async def test_actions_that_the_service_lacks(client: httpx.AsyncClient):
-    response = await client.post("/slots/0?action=save", json={"filename": "a.bin"})
-    assert (response.status_code, response.json()["error"]["type"]) == (501, "not_supported_error")
+async def test_save(client: httpx.AsyncClient, service: FakeService):
+    response = await client.post("/slots/4?action=save", json={"filename": "a.bin"})
+    assert response.json() == {
+        "id_slot": 4,
+        "filename": "a.bin",
+        "n_saved": 21,
+        "n_written": 4096,
+        "timings": {"save_ms": 1.5},
+    }
+    assert service.saved == [slot_pb2.SaveSlotRequest(slot_id=0, filename="a.bin")]
+
+
+@pytest.mark.parametrize("value", ["Hi", [5, 6], ["a", 7], {"prompt_string": "Hi"}])
+async def test_save_of_a_prompt(client: httpx.AsyncClient, service: FakeService, value: object):
+    body = {"filename": "a.bin", "prompt": value}
+    response = await client.post("/slots/1?action=save", json=body)
+    assert response.json()["timings"] == {
+        "save_ms": 1.5,
+        "cache_n": 4,
+        "prompt_n": 17,
+        "prompt_ms": 250.0,
+    }
+    (request,) = service.saved
+    if value == "Hi":
+        assert request.text == "Hi"
+    if value == [5, 6]:
+        assert list(request.tokens.ids) == [5, 6]
+    assert request.WhichOneof("prompt") is not None
+
+
+@pytest.mark.parametrize("value", [[], ["a", "b"], [[1], [2]], 5, None, [1 << 30], [-1], {}])
+async def test_save_of_what_is_no_prompt(
+    client: httpx.AsyncClient, service: FakeService, value: object
+):
+    body = {"filename": "a.bin", "prompt": value}
+    response = await client.post("/slots/1?action=save", json=body)
+    assert response.status_code == 400
+    assert service.saved == []
+
+
+async def test_restore(client: httpx.AsyncClient):
+    response = await client.post("/slots/1?action=restore", json={"filename": "a.bin"})
+    assert response.json() == {
+        "id_slot": 1,
+        "filename": "a.bin",
+        "n_restored": 21,
+        "n_read": 4096,
+        "timings": {"restore_ms": 2.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "is_peers"),
+    [
+        ("SLOT_FILE_NOT_FOUND", 400, True),
+        ("SLOT_FILE_MISMATCH", 400, True),
+        ("SLOT_FILE_CORRUPT", 400, True),
+        ("SLOT_CONTEXT_TOO_SMALL", 400, True),
+        ("KV_PAGES_EXHAUSTED", 400, True),
+        ("SLOT_BUSY", 409, False),
+        ("IDENTITY_PENDING", 503, False),
+        ("SLOT_IO", 500, False),
+    ],
+)
+async def test_a_refused_restore_has_the_peers_words_and_our_reason(
+    client: httpx.AsyncClient, service: FakeService, reason: str, status: int, is_peers: bool
+):
+    service.refusals["RestoreSlot"] = failing(grpc.StatusCode.DATA_LOSS, reason, "no")
+    response = await client.post("/slots/1?action=restore", json={"filename": "a.bin"})
+    assert response.status_code == status
+    assert response.headers["x-kvarts-reason"] == reason
+    words = "Unable to restore slot: No available space in KV cache or invalid slot save file"
+    assert (response.json()["error"]["message"] == words) == is_peers
 
 
 async def test_actions_need_a_directory(serve: Serve, service: FakeService):
@@ -142,9 +213,7 @@ async def test_actions_need_a_directory(serve: Serve, service: FakeService):
         assert "--slot-save-path" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "name", ["a", "one.bin", "a b", "w\u202dx", ".hidden", "é" * 127, "a" * 255]
-)
+@pytest.mark.parametrize("name", ["a", "one.bin", "A-b_c.9", "-", "a" * 255])
 def test_filenames(name: str):
     assert is_filename(name)
 
@@ -154,7 +223,10 @@ def test_filenames(name: str):
     [
         "",
         "a" * 256,
-        "é" * 128,
+        "é",
+        "a b",
+        "w\u202dx",
+        ".hidden",
         "../up.bin",
         "a..b",
         "a/b",

@@ -1,0 +1,152 @@
+// The kernels of lora.h for one instruction set (KVARTS_ISA). Included once per set.
+//
+// A token's result depends on its own list alone: each inner product is summed in 16 lanes in the
+// order of columns, ranks are added in order, and adapters in the order of the list. Tokens of one
+// row go several at a time only to share the loads.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace kvarts {
+namespace KVARTS_ISA {
+
+constexpr int kShared = 4;  // tokens that share a pass over a pair
+
+template <Float F>
+inline F32 load_pair(const uint8_t* p, int64_t index) {
+  if constexpr (F == Float::kF32) return load<F32>(p + 4 * index);
+  if constexpr (F == Float::kF16) return load_f16(p + 2 * index);
+  return load_bf16(p + 2 * index);
+}
+
+// inner[t * kMaxRank + j] = down[j] . x[t] for ranks [first, first + R).
+template <Float F, int R, int T>
+inline void inner_products(const uint8_t* down, int64_t first, int64_t cols, const float* x, float* inner) {
+  constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
+  F32 acc[R][T][kParts16] = {};
+  const int64_t whole = cols / 16 * 16, tail = cols - whole;
+  const auto add = [&](const uint8_t* const* rows, const float* const* tokens) {
+    for (int p = 0; p < kParts16; ++p) {
+      F32 own[R];
+      for (int r = 0; r < R; ++r) own[r] = load_pair<F>(rows[r], p * kLanes);
+      for (int t = 0; t < T; ++t) {
+        const F32 value = load<F32>(tokens[t] + p * kLanes);
+        for (int r = 0; r < R; ++r) acc[r][t][p] = fma(own[r], value, acc[r][t][p]);
+      }
+    }
+  };
+  const uint8_t* rows[R];
+  const float* tokens[T];
+  for (int64_t c = 0; c < whole; c += 16) {
+    for (int r = 0; r < R; ++r) rows[r] = down + ((first + r) * cols + c) * kSize;
+    for (int t = 0; t < T; ++t) tokens[t] = x + t * cols + c;
+    add(rows, tokens);
+  }
+  if (tail) {
+    uint8_t row_end[R][64] = {};
+    float token_end[T][16] = {};
+    for (int r = 0; r < R; ++r) {
+      std::memcpy(row_end[r], down + ((first + r) * cols + whole) * kSize, tail * kSize);
+      rows[r] = row_end[r];
+    }
+    for (int t = 0; t < T; ++t) {
+      std::memcpy(token_end[t], x + t * cols + whole, tail * sizeof(float));
+      tokens[t] = token_end[t];
+    }
+    add(rows, tokens);
+  }
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) inner[t * kMaxRank + first + r] = sum16(acc[r][t]);
+}
+
+// y[t] += sum over ranks of inner[t][j] * up[j], for V vectors of columns from c on.
+template <Float F, int T, int V>
+inline void add_columns(const uint8_t* up, int64_t rank, int64_t rows, int64_t c, const float* inner, float* y) {
+  F32 acc[T][V];
+  for (int t = 0; t < T; ++t)
+    for (int v = 0; v < V; ++v) acc[t][v] = load<F32>(y + t * rows + c + v * kLanes);
+  for (int64_t j = 0; j < rank; ++j) {
+    F32 own[V];
+    for (int v = 0; v < V; ++v) own[v] = load_pair<F>(up, j * rows + c + v * kLanes);
+    for (int t = 0; t < T; ++t) {
+      const F32 value = splat(inner[t * kMaxRank + j]);
+      for (int v = 0; v < V; ++v) acc[t][v] = fma(own[v], value, acc[t][v]);
+    }
+  }
+  for (int t = 0; t < T; ++t)
+    for (int v = 0; v < V; ++v) store(y + t * rows + c + v * kLanes, acc[t][v]);
+}
+
+template <Float F>
+inline float pair_number(const uint8_t* p, int64_t index) {
+  if constexpr (F == Float::kF32) return load<float>(p + 4 * index);
+  const uint16_t half = load<uint16_t>(p + 2 * index);
+  if constexpr (F == Float::kF16) return half_to_float(half);
+  const uint32_t bits = (uint32_t)half << 16;
+  return load<float>(&bits);
+}
+
+template <Float F, int T>
+inline void add_change(const uint8_t* up, int64_t rank, int64_t rows, const float* inner, float* y) {
+  constexpr int kVectors = kLanes == 16 ? 4 : 2;
+  int64_t c = 0;
+  for (; c + kVectors * kLanes <= rows; c += kVectors * kLanes) add_columns<F, T, kVectors>(up, rank, rows, c, inner, y);
+  for (; c + kLanes <= rows; c += kLanes) add_columns<F, T, 1>(up, rank, rows, c, inner, y);
+  for (; c < rows; ++c)
+    for (int t = 0; t < T; ++t) {
+      float sum = y[t * rows + c];
+      for (int64_t j = 0; j < rank; ++j) sum = __builtin_fmaf(pair_number<F>(up, j * rows + c), inner[t * kMaxRank + j], sum);
+      y[t * rows + c] = sum;
+    }
+}
+
+// T tokens of one row, through one pair.
+template <Float F, int T>
+void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, int64_t rank, float scale, int64_t token) {
+  const uint8_t* down = w.down + place * w.down_bytes;
+  float inner[T * kMaxRank];
+  if (a.tokens) {
+    for (int t = 0; t < T; ++t)
+      for (int64_t j = 0; j < rank; ++j)
+        inner[t * kMaxRank + j] = pair_number<F>(down, (int64_t)a.tokens[token + t] * rank + j);
+  } else {
+    const float* x = a.x + token * w.cols;
+    int64_t j = 0;
+    for (; j + 4 <= rank; j += 4) inner_products<F, 4, T>(down, j, w.cols, x, inner);
+    for (; j < rank; ++j) inner_products<F, 1, T>(down, j, w.cols, x, inner);
+  }
+  for (int t = 0; t < T; ++t)
+    for (int64_t j = 0; j < rank; ++j) inner[t * kMaxRank + j] *= scale;
+  add_change<F, T>(w.up + place * w.up_bytes, rank, w.rows, inner, w.y + token * w.rows);
+}
+
+template <int T>
+inline void adapt_tokens(const Adaptation& a, int64_t token) {
+  const int64_t row = std::min(token, a.num_decodes);
+  for (int64_t i = 0; i < a.num_weights; ++i) {
+    const AdaptedWeight& w = a.weights[i];
+    for (int64_t k = 0; k < a.list_length; ++k) {
+      const int64_t place = a.places[row * a.list_length + k];
+      if (place < 0 || !w.entries[place]) continue;
+      const int64_t rank = w.entries[place] >> 2;
+      const float scale = a.scales[row * a.list_length + k] * w.factors[place];
+      switch ((Float)(w.entries[place] & 3)) {
+        case Float::kF32: through_pair<Float::kF32, T>(a, w, place, rank, scale, token); break;
+        case Float::kF16: through_pair<Float::kF16, T>(a, w, place, rank, scale, token); break;
+        default: through_pair<Float::kBf16, T>(a, w, place, rank, scale, token);
+      }
+    }
+  }
+}
+
+inline void adapt(const Adaptation& a, int64_t first, int64_t end) {
+  int64_t token = first;
+  for (; token < std::min(end, a.num_decodes); ++token) adapt_tokens<1>(a, token);
+  for (; token + kShared <= end; token += kShared) adapt_tokens<kShared>(a, token);
+  for (; token < end; ++token) adapt_tokens<1>(a, token);
+}
+
+}  // namespace KVARTS_ISA
+}  // namespace kvarts

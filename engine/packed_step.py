@@ -1,0 +1,167 @@
+"""A step as one array of integers: sent to the device in one piece, and taken apart there.
+
+Everything that indexes memory is checked here, on the host: XLA clips a bad index silently and
+would read, or write, what is another sequence's. Knows no program and no pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from engine.kernels.lora import AdapterLists
+from engine.model.context import StepInputs
+from engine.model.place import FULL
+from engine.step import IntArray, SequenceWork, StepBatch
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A compiled shape: `rows` decode rows and `chunk` prefill tokens, with or without adapters."""
+
+    rows: int
+    chunk: int
+    has_adapters: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens evaluated, padding included."""
+        return self.rows + self.chunk
+
+    @property
+    def outputs(self) -> int:
+        """Sequences: the decode rows, then the chunk."""
+        return self.rows + (1 if self.chunk else 0)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What indexes may name.
+
+    `num_pages` are usable pages of the kv pool and, in models that have it, of the swa pool;
+    `table_pages` is the width of a page table, `num_adapters` the places of the banks.
+    """
+
+    vocab_size: int
+    page_tokens: int
+    num_pages: tuple[int, ...]
+    table_pages: int
+    num_adapters: int = 0
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """How the parts of a step of one bucket lie in its array."""
+
+    bucket: Bucket
+    limits: StepLimits
+
+    @property
+    def length(self) -> int:
+        """Integers in all."""
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Of tokens, positions, offsets, pages, tables, outputs, the logits flag and adapters."""
+        tokens, outputs = self.bucket.tokens, self.bucket.outputs
+        kinds = len(self.limits.num_pages)
+        tables = kinds * outputs * self.limits.table_pages
+        adapters = outputs * self.limits.num_adapters if self.bucket.has_adapters else 0
+        return (tokens, tokens, tokens, kinds * tokens, tables, outputs, 1, adapters, adapters)
+
+    def pack(self, batch: StepBatch) -> IntArray:
+        """Returns the array of a step, padding included; `unpack` is its inverse.
+
+        Raises:
+            ValueError: A token, a position, a page or an adapter is out of range.
+        """
+        bucket, limits = self.bucket, self.limits
+        tokens = np.zeros(bucket.tokens, np.int32)
+        positions = np.full(bucket.tokens, -1, np.int32)
+        offsets = np.zeros(bucket.tokens, np.int32)
+        pages = np.zeros((len(limits.num_pages), bucket.tokens), np.int32)
+        tables = np.zeros((len(limits.num_pages), bucket.outputs, limits.table_pages), np.int32)
+        outputs = np.arange(bucket.outputs, dtype=np.int32)
+        if batch.chunk:
+            outputs[-1] = bucket.rows + len(batch.chunk.tokens) - 1
+        for first, work in self._placed(batch):
+            span = slice(first, first + len(work.tokens))
+            at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
+            tokens[span] = _checked_tokens(limits, work)
+            positions[span] = at
+            offsets[span] = at % limits.page_tokens
+            for kind, table in enumerate(_checked_tables(limits, work)):
+                pages[kind, span] = table[at // limits.page_tokens]
+                tables[kind, first, : len(table)] = table
+        wants = np.array([any(work.wants_logits for _, work in self._placed(batch))], np.int32)
+        parts = [tokens, positions, offsets, pages.ravel(), tables.ravel(), outputs, wants]
+        if bucket.has_adapters:
+            parts += self._adapter_lists(batch)
+        return np.concatenate(parts)
+
+    def _placed(self, batch: StepBatch) -> Iterator[tuple[int, SequenceWork]]:
+        """Every sequence with the place of its first token; that of its row is the same."""
+        yield from enumerate(batch.decodes)
+        if batch.chunk:
+            yield self.bucket.rows, batch.chunk
+
+    def _adapter_lists(self, batch: StepBatch) -> list[IntArray]:
+        most = self.limits.num_adapters
+        places = np.full((self.bucket.outputs, most), -1, np.int32)
+        scales = np.zeros((self.bucket.outputs, most), np.float32)
+        for row, work in self._placed(batch):
+            if len(work.adapters) > most:
+                raise ValueError(f"{len(work.adapters)} adapters of {most}")
+            for index, (place, scale) in enumerate(work.adapters):
+                if not 0 <= place < most:
+                    raise ValueError(f"adapter place {place} of {most}")
+                places[row, index], scales[row, index] = place, scale
+        return [places.ravel(), scales.view(np.int32).ravel()]
+
+    def unpack(self, packed: jax.Array) -> StepInputs:
+        """Takes the array apart, inside a program."""
+        parts = jax.numpy.split(packed, np.cumsum(self._sizes)[:-1])
+        tokens, positions, offsets, pages, tables, outputs, wants, places, scales = parts
+        bucket, kinds = self.bucket, len(self.limits.num_pages)
+        adapters = None
+        if bucket.has_adapters:
+            shape = (bucket.outputs, self.limits.num_adapters)
+            factors = jax.lax.bitcast_convert_type(scales, np.float32)
+            adapters = AdapterLists(places.reshape(shape), factors.reshape(shape))
+        return StepInputs(
+            tokens=tokens,
+            positions=positions,
+            offsets=offsets,
+            pages=pages.reshape(kinds, -1),
+            tables=tables.reshape(kinds, bucket.outputs, self.limits.table_pages),
+            outputs=outputs,
+            wants_logits=wants[0],
+            adapters=adapters,
+        )
+
+
+def _checked_tokens(limits: StepLimits, work: SequenceWork) -> IntArray:
+    """Token ids; a bad one would read weights that are not the embedding's."""
+    tokens = np.asarray(work.tokens, np.int32)
+    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+        raise ValueError(f"token ids {tokens.min()}..{tokens.max()} of {limits.vocab_size} tokens")
+    return tokens
+
+
+def _checked_tables(limits: StepLimits, work: SequenceWork) -> list[IntArray]:
+    """A sequence's page ids by kind."""
+    tables = [np.asarray(work.pages, np.int32), np.asarray(work.window_pages, np.int32)]
+    end = work.start + len(work.tokens)
+    if work.start < 0:
+        raise ValueError(f"a first position of {work.start}")
+    for kind, (table, limit) in enumerate(zip(tables, limits.num_pages, strict=False)):
+        if len(table) > limits.table_pages or len(table) * limits.page_tokens < end:
+            raise ValueError(f"{len(table)} pages for positions up to {end}")
+        least = 1 if kind == FULL else 0  # pages behind the window are gone
+        if table.size and (table.min() < least or table.max() > limit):
+            raise ValueError(f"page ids {table.min()}..{table.max()} of {limit}")
+    return tables[: len(limits.num_pages)]

@@ -1,0 +1,154 @@
+"""The file side of saving and restoring a slot, on a thread of its own.
+
+Pages are the engine thread's: it is asked for them piece by piece, a few ahead, so that disk, hash
+and device work at the same time and the whole state is never in host memory. Knows files, and
+pages only as functions that it is given.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from engine.slots.fingerprint import Traits
+from engine.slots.folder import SlotFolder
+from engine.slots.manifest import Manifest
+from engine.slots.reader import Acceptance, VerifiedSlot, open_slot
+from engine.slots.state_layout import Piece
+from engine.slots.writer import SlotWriter
+from engine.step import PageContent, PageRead
+
+# Pieces asked for ahead: while one is hashed and written, others are gathered.
+_AHEAD = 3
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """Where a slot shall be saved, and by which model."""
+
+    folder: SlotFolder
+    filename: str
+    fingerprint: str
+    traits: Traits
+    model_name: str
+
+
+@dataclass(frozen=True)
+class RestoreOrder:
+    """Which file shall be restored, and what it has to fit."""
+
+    folder: SlotFolder
+    filename: str
+    fingerprint: str
+    accepted: Acceptance
+
+
+class TransferStopped(Exception):
+    """Nobody waits for the transfer any more."""
+
+
+class RestoreTarget(Protocol):
+    """The engine's side of a restore: pages that nothing refers to until `commit`."""
+
+    def reserve(self, slot: VerifiedSlot, *, may_evict: bool) -> Future[bool]:
+        """Takes pages for all of the state; False if that needs others to lose theirs.
+
+        The future raises KvPagesExhausted if running requests hold too many.
+        """
+        ...
+
+    def fill(self, piece: Piece, content: PageContent) -> Future[None]:
+        """Writes a piece into the reserved pages."""
+        ...
+
+
+def save(
+    order: SaveOrder,
+    manifest: Manifest,
+    tokens: Sequence[int],
+    gather: Callable[[Piece], Future[Sequence[PageRead]]],
+    is_stopped: Callable[[], bool],
+) -> int:
+    """Writes a slot's file; returns its size in bytes.
+
+    Args:
+        order: What and where.
+        manifest: What the file says of the state.
+        tokens: The tokens of the state.
+        gather: Asks for the pages of a piece.
+        is_stopped: Whether the caller has gone away; asked before each piece.
+
+    Raises:
+        EngineError: As `SlotWriter.open`; nothing of the file stays.
+        TransferStopped: The caller has gone away; the same.
+    """
+    with SlotWriter.open(order.folder, order.filename, manifest, tokens) as writer:
+        for piece, reads in _ahead(manifest.pieces, gather):
+            _check_stop(is_stopped)
+            writer.add(piece, _joined([read.wait() for read in reads]))
+        _check_stop(is_stopped)
+        return writer.publish()
+
+
+def restore(
+    order: RestoreOrder, target: RestoreTarget, is_stopped: Callable[[], bool]
+) -> VerifiedSlot:
+    """Reads a slot's file into reserved pages; all hashes were right when it returns.
+
+    Raises:
+        EngineError: The file is refused, or there are no pages.
+        TransferStopped: The caller has gone away.
+    """
+    with open_slot(order.folder, order.filename) as unverified:
+        slot = unverified.verify(order.accepted, order.fingerprint)
+        if not target.reserve(slot, may_evict=False).result():
+            # Others lose their pages for this state only once it is known to be whole.
+            for piece in slot.pieces:
+                _check_stop(is_stopped)
+                slot.read(piece)
+            target.reserve(slot, may_evict=True).result()
+        filling: deque[Future[None]] = deque()
+        for piece in slot.pieces:
+            _check_stop(is_stopped)
+            filling.append(target.fill(piece, slot.read(piece)))
+            if len(filling) > _AHEAD:
+                filling.popleft().result()
+        for filled in filling:
+            filled.result()
+        return slot
+
+
+def _ahead(
+    items: Sequence[Item], ask: Callable[[Item], Future[Result]]
+) -> Iterator[tuple[Item, Result]]:
+    """Yields each item with its answer, asking for a few of them in advance."""
+    asked: deque[tuple[Item, Future[Result]]] = deque()
+    for item in items:
+        asked.append((item, ask(item)))
+        if len(asked) > _AHEAD:
+            first, answer = asked.popleft()
+            yield first, answer.result()
+    for first, answer in asked:
+        yield first, answer.result()
+
+
+def _check_stop(is_stopped: Callable[[], bool]) -> None:
+    if is_stopped():
+        raise TransferStopped
+
+
+def _joined(contents: Sequence[PageContent]) -> PageContent:
+    if len(contents) == 1:
+        return contents[0]
+    return PageContent(
+        np.concatenate([content.keys for content in contents], axis=1),
+        np.concatenate([content.values for content in contents], axis=1),
+    )

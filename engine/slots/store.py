@@ -1,0 +1,140 @@
+"""The slot files of one engine: where they lie, what they must fit, who sees which.
+
+Blocking: callers have a thread for it. Knows files and the model's identity, no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.errors import EngineError
+from engine.slots.file_work import RestoreOrder, SaveOrder
+from engine.slots.folder import SavedFile, SlotFolder
+from engine.slots.identity import Identity
+from engine.slots.manifest import AdapterMark
+from engine.slots.reader import Acceptance, open_slot
+
+
+@dataclass(frozen=True)
+class StoredSlot:
+    """A saved slot as its head tells it; `refusal` is what a restore would raise for that alone."""
+
+    file: SavedFile
+    num_tokens: int
+    model_name: str
+    fingerprint: str
+    refusal: EngineError | None
+
+
+@dataclass(frozen=True)
+class LoadedAdapters:
+    """Which adapter sets can be restored: `knows` asks for one, `shown` names what is loaded."""
+
+    knows: Callable[[tuple[AdapterMark, ...]], bool]
+    shown: Callable[[], str]
+
+
+def no_adapters() -> LoadedAdapters:
+    """Those of an engine without adapters: state under any set is refused."""
+    return LoadedAdapters(knows=lambda marks: not marks, shown=lambda: "none")
+
+
+class SlotStore:
+    """Saved slots under one folder. Every method may be called by any thread."""
+
+    def __init__(
+        self,
+        root: str,
+        identity: Identity,
+        *,
+        vocab_size: int,
+        context_tokens: int,
+        adapters: LoadedAdapters | None = None,
+    ) -> None:
+        """`root` must exist; `context_tokens` are those of a slot."""
+        self.identity = identity
+        self._root = root
+        self._vocab_size = vocab_size
+        self._context_tokens = context_tokens
+        self._adapters = adapters or no_adapters()
+
+    def sweep(self) -> int:
+        """Removes what saves of dead processes left; returns how many files.
+
+        Raises:
+            SlotIo: The folder cannot be read or written.
+        """
+        return SlotFolder(self._root).sweep()
+
+    def save_order(self, filename: str, tenant: str, fingerprint: str) -> SaveOrder:
+        """What saving into a tenant's folder takes.
+
+        Args:
+            filename: Of the file.
+            tenant: Whose folder it goes to.
+            fingerprint: What `identity` answered.
+        """
+        identity = self.identity
+        folder = SlotFolder(self._root, tenant)
+        return SaveOrder(folder, filename, fingerprint, identity.traits, identity.model_name)
+
+    def restore_order(
+        self, filename: str, tenant: str, fingerprint: str, *, owns_all: bool = False
+    ) -> RestoreOrder:
+        """What restoring from a tenant's folder takes; `owns_all`: state of others too."""
+        accepted = self._accepted(None if owns_all else tenant)
+        return RestoreOrder(SlotFolder(self._root, tenant), filename, fingerprint, accepted)
+
+    def refuse_early(self, filename: str, tenant: str, *, owns_all: bool = False) -> None:
+        """Looks at a file before anything waits for the identity or for a slot.
+
+        Raises:
+            EngineError: What a restore of it would raise, as far as that shows already.
+        """
+        with open_slot(SlotFolder(self._root, tenant), filename) as slot:
+            slot.refuse_early(self._accepted(None if owns_all else tenant))
+
+    def list(self, tenant: str, *, after: str, limit: int) -> tuple[Sequence[StoredSlot], bool]:
+        """Returns at most `limit` files behind the name `after`, and whether there are more.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        folder = SlotFolder(self._root, tenant)
+        files = [file for file in folder.list() if file.filename > after]
+        return [self._describe(folder, file) for file in files[:limit]], len(files) > limit
+
+    def delete(self, filename: str, tenant: str) -> int:
+        """Deletes a file; returns its size.
+
+        Raises:
+            SlotFileNotFound, SlotFileCorrupt, SlotIo: As `SlotFolder.delete`.
+        """
+        return SlotFolder(self._root, tenant).delete(filename)
+
+    def _describe(self, folder: SlotFolder, file: SavedFile) -> StoredSlot:
+        try:
+            with open_slot(folder, file.filename) as slot:
+                shown = (slot.num_tokens, slot.model_name, slot.fingerprint)
+                try:
+                    accepted = self._accepted(folder.tenant)
+                    slot.refuse_early(accepted)
+                    fingerprint = self.identity.known()
+                    if fingerprint is not None:
+                        slot.verify(accepted, fingerprint)
+                except EngineError as error:
+                    return StoredSlot(file, *shown, error)
+                return StoredSlot(file, *shown, None)
+        except EngineError as error:
+            return StoredSlot(file, 0, "", "", error)
+
+    def _accepted(self, tenant: str | None) -> Acceptance:
+        return Acceptance(
+            traits=self.identity.traits,
+            vocab_size=self._vocab_size,
+            context_tokens=self._context_tokens,
+            tenant=tenant,
+            knows_adapters=self._adapters.knows,
+            adapters=self._adapters.shown(),
+        )
