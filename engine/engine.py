@@ -21,19 +21,23 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine.errors import ContextOverflow, EngineFault, NoSuchSlot, ShuttingDown
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
+from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator
 from engine.memory.planner import MemoryPlan
+from engine.memory.prefix_index import PrefixIndex
 from engine.scheduler import Scheduler, SchedulerParts
 from engine.scheduling.erasing import ErasedSlot, Erasure
 from engine.scheduling.gate import Gate
+from engine.slots.prefixes import prefix_root
 from engine.slots.table import SlotTable
 from engine.slots.window import WindowPages, WindowPolicy
 from engine.snapshot import describe
-from engine.step import Runner
+from engine.step import PageStore, Runner
 from engine.step_timer import StepTimer
 from engine.types import (
     CancelCause,
@@ -59,7 +63,11 @@ def _new_error_id() -> str:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of; tests replace any of it. `clock` is monotonic, in seconds."""
+    """What an engine is made of; tests replace any of it.
+
+    `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
+    key begins.
+    """
 
     runner: Runner
     tokenizer: TokenText
@@ -68,6 +76,7 @@ class EngineParts:
     clock: Callable[[], float] = time.monotonic
     draw_seed: Callable[[], int] = _draw_seed
     new_error_id: Callable[[], str] = _new_error_id
+    model_id: bytes = b""
     failpoints: Failpoints = field(default_factory=Failpoints)
 
 
@@ -86,6 +95,7 @@ class Engine:
             pages=pages,
             similarity=config.slot_similarity,
             windows=_window_pages(plan),
+            index=_prefix_index(config, plan, pages, parts.runner),
         )
         self._pages = pages
         self._plan = plan
@@ -279,9 +289,8 @@ class Engine:
 
     def _passing_over(self, request: Request) -> Callable[[], None]:
         # A slot holds less than a context: the rest of the prompt need not be kept until then.
-        prompt = request.prompt[: self._limits.context_tokens]
-        tenant, pinned = request.tenant, request.slot_id
-        return lambda: self._scheduler.pass_over(prompt, tenant=tenant, pinned=pinned)
+        short = replace(request, prompt=request.prompt[: self._limits.context_tokens])
+        return lambda: self._scheduler.pass_over(short)
 
     @property
     def _is_open(self) -> bool:
@@ -318,12 +327,20 @@ def _window_pages(plan: MemoryPlan) -> WindowPages | None:
     return WindowPages(policy, PageAllocator(plan.window.pages))
 
 
+def _prefix_index(
+    config: EngineConfig, plan: MemoryPlan, pages: PageAllocator, store: PageStore
+) -> PrefixIndex:
+    host = HostTier(store, limit_bytes=config.host_cache_bytes)
+    return PrefixIndex(pages, plan.page_tokens, host)
+
+
 def _scheduler_parts(config: EngineConfig, parts: EngineParts) -> SchedulerParts:
     return SchedulerParts(
         runner=parts.runner,
         tokenizer=parts.tokenizer,
         begin_chain=parts.begin_chain,
         begin_text=parts.begin_text,
+        prefix_root=partial(prefix_root, model=parts.model_id, kv_dtype=config.kv_dtype),
         clock=parts.clock,
         draw_seed=parts.draw_seed,
         new_error_id=parts.new_error_id,

@@ -6,21 +6,23 @@ no thread, transport or array; the policies are in `engine.scheduling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from engine.errors import DeadlineExceeded, EngineError, EngineFault
 from engine.failpoints import Failpoints, Site
 from engine.generation import ChainFactory, Ending, Generation, TextFactory, TokenText
 from engine.memory.pages import PageAllocator
+from engine.memory.prefix_index import PrefixRoot
 from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.ledger import Ledger
 from engine.scheduling.plan import StepPlan, plan_step
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
 from engine.scheduling.row import Arrival, Row
-from engine.slots.table import Slot, SlotTable
-from engine.step import PoolLost, RowLogits, Runner
+from engine.slots.prefixes import Prefixes, Reuse
+from engine.slots.table import Slot, SlotTable, common_prefix
+from engine.step import PoolLost, RowLogits, Runner, SequenceWork
 from engine.types import (
     CancelCause,
     Counters,
@@ -39,6 +41,7 @@ class NonFiniteLogits(ArithmeticError):
 class SchedulerParts:
     """What the scheduler is given. `chunk_tokens` bounds the prompt tokens of one step.
 
+    `prefix_root` says what a request's prefixes must agree in before their tokens are compared.
     `clock` is monotonic, in seconds. `draw_seed` makes the seed of a request that names none, in
     0 .. 2^32 - 1; `new_error_id` names a fault, so that a client's report finds the log line.
     """
@@ -47,6 +50,7 @@ class SchedulerParts:
     tokenizer: TokenText
     begin_chain: ChainFactory
     begin_text: TextFactory
+    prefix_root: Callable[[Request], PrefixRoot]
     clock: Callable[[], float]
     draw_seed: Callable[[], int]
     new_error_id: Callable[[], str]
@@ -60,7 +64,8 @@ class Scheduler:
     def __init__(self, parts: SchedulerParts, table: SlotTable, pages: PageAllocator) -> None:
         self._parts = parts
         self._table = table
-        self._room = Room(table, pages, parts.failpoints)
+        self._prefixes = Prefixes(table, pages, parts.runner)
+        self._room = Room(table, pages, self._prefixes, parts.failpoints)
         self._queue = WaitingQueue()
         self._rows: dict[str, Row] = {}
         self._erasures = Erasures(table)
@@ -112,12 +117,13 @@ class Scheduler:
         if arrival is not None:
             self._ledger.cancelled(arrival.request, cause, arrival.row)
 
-    def pass_over(self, prompt: Sequence[int], *, tenant: str, pinned: int | None) -> None:
+    def pass_over(self, request: Request) -> None:
         """Counts a prompt that was refused for its length as a use of the slot it would have got.
 
         Source: llama.cpp looks at a prompt's length after it has given it a slot.
         """
-        slot = self._table.choose(prompt, tenant=tenant, pinned=pinned)
+        root = self._parts.prefix_root(request)
+        slot = self._table.choose(request.prompt, root=root, pinned=request.slot_id)
         if slot is not None:
             self._table.release(slot)
 
@@ -171,11 +177,9 @@ class Scheduler:
                 error = _deadline_error(row.request, row.submitted_s)
                 self._ledger.failed(row.request, error, row)
 
-    def _vacate(self, row: Row, *, keep: bool = True) -> Slot:
-        """Takes a row off its slot, which keeps what was evaluated unless `keep` is False."""
+    def _vacate(self, row: Row) -> Slot:
+        """Takes a row off its slot, which keeps what it holds."""
         slot = row.home
-        if not keep:
-            self._table.truncate(slot, 0)
         self._table.release(slot)
         row.slot = None
         del self._rows[row.request_id]
@@ -186,7 +190,9 @@ class Scheduler:
         self._ledger.finished(row, ending, held=len(slot.tokens))
 
     def _fault(self, row: Row, cause: Exception, *, keep: bool) -> None:
-        self._vacate(row, keep=keep)
+        if not keep:
+            self._table.discard(row.home)
+        self._vacate(row)
         self._ledger.failed(row.request, self._as_engine_error(cause), row)
 
     def _as_engine_error(self, cause: Exception) -> EngineError:
@@ -207,38 +213,73 @@ class Scheduler:
         for arrival in self._queue.in_turn():
             request = arrival.request
             tokens = _sequence(arrival)
-            slot = self._table.choose(tokens, tenant=request.tenant, pinned=request.slot_id)
+            root = self._parts.prefix_root(request)
+            slot = self._table.choose(tokens, root=root, pinned=request.slot_id)
             if slot is None and request.slot_id is not None:
                 continue
             if slot is None:
                 return False
             # Who waits for pages holds back everybody behind: otherwise short requests could
             # keep a long one waiting for ever.
-            return self._admit(arrival, tokens, slot, now_s)
+            return self._admit(arrival, tokens, root, slot, now_s)
         return False
 
-    def _admit(self, arrival: Arrival, tokens: tuple[int, ...], slot: Slot, now_s: float) -> bool:
-        """Starts (or resumes) a request on an idle slot; False if it must wait for pages."""
+    def _admit(
+        self,
+        arrival: Arrival,
+        tokens: tuple[int, ...],
+        root: PrefixRoot,
+        slot: Slot,
+        now_s: float,
+    ) -> bool:
+        """Starts (or resumes) a request on an idle slot; False if it must wait."""
         request = arrival.request
         if not tokens:
             self._pass_through(arrival, slot, now_s)
             return True
-        reuse = self._table.reuse(slot, request, tokens)
+        found = self._prefixes.find(slot, root, request, tokens)
+        if self._gains_by_waiting(request, root, tokens, found):
+            return False
         reserve = self._room.admission_tokens(request, len(tokens))
-        if not self._room.fits(slot, keep=reuse.num_tokens, num_tokens=reserve):
+        reuse = self._room.fit(slot, found, num_tokens=reserve)
+        if reuse is None:
             return False
         self._queue.take(arrival)
         seed = self._seed(request)
         row = arrival.row or self._begin_row(arrival, seed, cached=reuse.num_tokens)
         if row is None:
             return True
-        self._room.admit(slot, keep=reuse.num_tokens, num_tokens=reserve)
+        try:
+            self._room.admit(slot, root, reuse, tokens, num_tokens=reserve)
+        except Exception as error:
+            self._ledger.failed(request, self._as_engine_error(error), arrival.row)
+            self._empty_if_lost(error)
+            return True
         row.slot = slot
         self._rows[request.request_id] = row
         self._occupy(slot, request, row.state, row.task_id)
         if arrival.row is None:
-            self._ledger.started(row, seed=seed, no_reuse=reuse.no_reuse)
+            self._ledger.started(row, seed=seed, source=reuse.source, no_reuse=reuse.no_reuse)
         return True
+
+    def _gains_by_waiting(
+        self, request: Request, root: PrefixRoot, tokens: tuple[int, ...], found: Reuse
+    ) -> bool:
+        """Whether a prompt that is being read will soon hold more of this one than is held now.
+
+        Prompts are read one after the other, so the wait costs nothing.
+        """
+        if not request.cache_prompt:
+            return False
+        for row in self._rows.values():
+            if row.state is not SlotState.PREFILL or row.home.root != root:
+                continue
+            shared = min(common_prefix(row.request.prompt, tokens), len(tokens) - 1)
+            is_kin = request.group and row.request.group == request.group
+            least = 1 if is_kin else self._table.page_tokens
+            if shared - found.num_tokens >= least:
+                return True
+        return False
 
     def _begin_row(self, arrival: Arrival, seed: int, *, cached: int) -> Row | None:
         """Makes what a request needs to run; None if that failed, which only ends this request."""
@@ -286,7 +327,6 @@ class Scheduler:
         slot.state = state
         slot.request = request
         slot.task_id = task_id
-        slot.tenant = request.tenant
 
     def _next_task_id(self) -> int:
         task_id = self._num_tasks
@@ -307,14 +347,23 @@ class Scheduler:
             self._extend(row)
 
     def _extend(self, row: Row) -> None:
-        while row.request_id in self._rows and not self._room.extend(row):
+        while row.request_id in self._rows and not self._has_room(row):
             if len(self._rows) == 1:
                 self._finish(row, Ending(FinishReason.CONTEXT_FULL, truncated=True))
             else:
                 self._preempt(self.rows[-1])
 
+    def _has_room(self, row: Row) -> bool:
+        try:
+            return self._room.extend(row)
+        except Exception as error:  # the device would not let go of what was to be evicted
+            self._fault(row, error, keep=not isinstance(error, PoolLost))
+            self._empty_if_lost(error)
+            return True
+
     def _preempt(self, row: Row) -> None:
-        self._vacate(row, keep=False)
+        slot = self._vacate(row)
+        self._table.truncate(slot, 0)  # its prefix stays listed while its pages last
         self._queue.push_preempted(Arrival(row.request, row.submitted_s, row))
         self._ledger.preempted()
 
@@ -333,8 +382,7 @@ class Scheduler:
             # Nobody knows what was written into these rows' pages, so nothing of them is kept.
             for row in plan.rows:
                 self._fault(row, error, keep=False)
-            if isinstance(error, PoolLost):
-                self._empty_all()
+            self._empty_if_lost(error)
             return
         now_s = self._parts.clock()
         for row, work, logits in results:
@@ -344,15 +392,17 @@ class Scheduler:
             self._table.slide(row.home, after_chunk=row is plan.chunk)
             self._ledger.evaluated(row, now_s)
             if work.wants_logits:
-                self._sample(row, logits, now_s)
+                self._sample(row, work, logits, now_s)
 
-    def _empty_all(self) -> None:
-        """Forgets every slot, since no page holds anything; who runs starts its tokens again."""
+    def _empty_if_lost(self, error: Exception) -> None:
+        """Forgets every slot if no page holds anything; who runs starts its tokens again."""
+        if not isinstance(error, PoolLost):
+            return
         for row in self.rows:
             self._preempt(row)
         self._table.empty_all()
 
-    def _sample(self, row: Row, logits: RowLogits | None, now_s: float) -> None:
+    def _sample(self, row: Row, work: SequenceWork, logits: RowLogits | None, now_s: float) -> None:
         try:
             finite = _require(logits, row)
             if self._parts.failpoints.fires(Site.LOGITS) or not finite.is_finite:
@@ -360,6 +410,8 @@ class Scheduler:
         except Exception as error:
             self._fault(row, error, keep=False)
             return
+        if len(work.tokens) > 1 or not row.generation.tokens:
+            self._table.register(row.home)  # the whole prompt: others may use it from now on
         try:
             self._parts.failpoints.check(Site.SAMPLE)
             held = len(row.home.tokens)

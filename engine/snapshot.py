@@ -49,14 +49,14 @@ def _slot_info(slot: Slot, row: Row | None, context_tokens: int) -> SlotInfo:
 
 
 def _kv_info(table: SlotTable, pages: PageAllocator, plan: MemoryPlan) -> PoolInfo:
-    pinned = table.idle_pages()
+    busy, idle = table.page_use()
     return PoolInfo(
         kind=PoolKind.KV,
         size=pages.size,
         free=pages.num_free,
-        used=pages.size - pages.num_free - pinned,
-        pinned=pinned,
-        cached=0,
+        used=len(busy),
+        pinned=len(idle),
+        cached=pages.size - pages.num_free - len(busy) - len(idle),
         floor=MIN_KV_PAGES,
         ceiling=pages.size,
         unit_bytes=plan.page_bytes,
@@ -68,15 +68,16 @@ def _swa_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
     """The window pool, of models that have one."""
     if plan.window is None or table.windows is None:
         return ()
-    size, free, pinned = plan.window.pages, table.windows.num_free, table.idle_window_pages()
+    size, free = plan.window.pages, table.windows.num_free
+    used, pinned = table.window_page_use()
     return (
         PoolInfo(
             kind=PoolKind.SWA,
             size=size,
             free=free,
-            used=size - free - pinned,
+            used=used,
             pinned=pinned,
-            cached=0,
+            cached=size - free - used - pinned,
             floor=plan.window.floor,
             ceiling=size,
             unit_bytes=plan.window.page_bytes,

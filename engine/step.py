@@ -119,7 +119,7 @@ class PageLayout:
         return self.num_layers * (heads * dim + value_heads * value_dim) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PageContent:
     """Keys and values of consecutive tokens, canonical: [layer, token, kv_head, dim].
 

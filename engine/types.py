@@ -391,7 +391,8 @@ class EngineConfig:
     tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
     prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
-    floor. `kernels` is "native", "xla", or "auto": native where it was built and the device is a
+    floor. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the device
+    (None: unlimited, 0: off). `kernels` is "native", "xla", or "auto": native where it was built and the device is a
     CPU.
     """
 
@@ -405,6 +406,7 @@ class EngineConfig:
     swa_pages: int | None = None
     swa_evict_interval: int = 128
     slot_similarity: float = 0.1
+    host_cache_bytes: int | None = 0
     queue_requests: int = 256
     queue_bytes: int = 64 << 20
     threads: int | None = None

@@ -271,9 +271,9 @@ class FakeRunner:
         assert len(batch.decodes) <= self.max_decodes
         assert all(len(work.tokens) == 1 for work in batch.decodes)
         assert batch.chunk is None or 1 <= len(batch.chunk.tokens) <= self.max_chunk
-        self._check_pages([page_id for work in works for page_id in work.pages], self.num_pages)
-        held = [page_id for work in works for page_id in work.window_pages if page_id]
-        self._check_pages(held, self.num_window_pages)
+        self._check_pages([(work.start, work.pages) for work in works], self.num_pages)
+        held = [(work.start, work.window_pages) for work in works]
+        self._check_pages(held, self.num_window_pages, least=0)
         for work in works:
             end = work.start + len(work.tokens)
             assert end <= len(work.pages) * self.page_tokens, "the pages do not cover the tokens"
@@ -282,9 +282,17 @@ class FakeRunner:
                 seen = work.window_pages[self._first_seen(work) // self.page_tokens :]
                 assert 0 not in seen, "a page inside the window was given back"
 
-    def _check_pages(self, page_ids: list[int], size: int) -> None:
-        assert all(1 <= page_id <= size for page_id in page_ids), page_ids
-        assert len(set(page_ids)) == len(page_ids), "a page is in two sequences"
+    def _check_pages(
+        self, tables: list[tuple[int, Sequence[int]]], size: int, least: int = 1
+    ) -> None:
+        """Sequences may share what they read; what one writes is in no other."""
+        for index, (start, page_ids) in enumerate(tables):
+            assert all(least <= page_id <= size for page_id in page_ids), page_ids
+            held = [page_id for page_id in page_ids if page_id]
+            assert len(set(held)) == len(held), "a page is in a sequence twice"
+            written = {*page_ids[start // self.page_tokens :]} - {0}
+            others = (page_id for _, ids in tables[:index] + tables[index + 1 :] for page_id in ids)
+            assert not written.intersection(others), "a page is in two sequences"
 
     def _first_seen(self, work: SequenceWork) -> int:
         """The first position that the first token of the work sees in the window memory."""
@@ -295,10 +303,11 @@ class FakeRunner:
         self.fail_with = None
         if isinstance(error, PoolLost):
             self._forget()
-        # A failed step may leave anything in the pages that it was given.
+        # A failed step may leave anything in the pages that it was to write into.
         for work in works:
-            self._memory[list(work.pages)] = _UNWRITTEN
-            self._window_memory[list(work.window_pages)] = _UNWRITTEN
+            first = work.start // self.page_tokens
+            self._memory[list(work.pages[first:])] = _UNWRITTEN
+            self._window_memory[list(work.window_pages[first:])] = _UNWRITTEN
         raise error
 
     def _forget(self) -> None:

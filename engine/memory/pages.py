@@ -37,7 +37,7 @@ class PageAllocator:
     """Hands out page ids 1..size and counts the holders of each; every operation is O(1) a page."""
 
     def __init__(self, size: int) -> None:
-        """Makes a pool of `size` usable pages, all free.
+        """Makes a pool of `size` usable pages, all free; `num_changes` counts what is done to it.
 
         Raises:
             ValueError: `size` is not positive.
@@ -47,6 +47,7 @@ class PageAllocator:
         self._holders = [0] * (size + 1)
         # A stack, low ids on top: a page just freed is the next one used, and is still in cache.
         self._free = list(range(size, 0, -1))
+        self.num_changes = 0
 
     @property
     def size(self) -> int:
@@ -78,6 +79,7 @@ class PageAllocator:
             raise ValueError(f"cannot allocate {num_pages} pages")
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free))
+        self.num_changes += 1
         taken = [self._free.pop() for _ in range(num_pages)]
         for page_id in taken:
             self._holders[page_id] = 1
@@ -92,6 +94,7 @@ class PageAllocator:
         for page_id in page_ids:
             if self.num_holders(page_id) == 0:
                 raise PoolCorruption(f"page {page_id} is free and cannot be shared")
+        self.num_changes += 1
         for page_id in page_ids:
             self._holders[page_id] += 1
 
@@ -108,6 +111,7 @@ class PageAllocator:
                     f"page {page_id} is released {times} times but has "
                     f"{self._holders[page_id]} holders"
                 )
+        self.num_changes += 1
         freed = 0
         for page_id in page_ids:
             self._holders[page_id] -= 1

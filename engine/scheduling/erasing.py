@@ -72,5 +72,5 @@ class Erasures:
             erasure.done.set_exception(SlotContentNotFound(slot.slot_id))
             return
         tokens = len(slot.tokens)
-        pages = self._table.truncate(slot, 0)
+        pages = self._table.erase(slot)
         erasure.done.set_result(ErasedSlot(slot.slot_id, tokens, pages))

@@ -48,9 +48,8 @@ class Ledger:
         """Counts a request that entered the queue: exactly one last event will follow."""
         self._count(requests_started=1)
 
-    def started(self, row: Row, *, seed: int, no_reuse: str) -> None:
+    def started(self, row: Row, *, seed: int, source: CacheSource, no_reuse: str) -> None:
         """Reports a row's first admission."""
-        source = CacheSource.SLOT if row.cached_tokens else CacheSource.NONE
         self._send(
             row.request_id,
             Started(

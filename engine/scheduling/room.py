@@ -1,14 +1,19 @@
 """Making room in the KV pool: what a request may reserve and what is evicted for it.
 
-Evicts idle slots only; pre-empting a running row is the scheduler's decision.
+Evicts cached prefixes and idle slots only; pre-empting a running row is the scheduler's decision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
 from engine.failpoints import Failpoints, Site
-from engine.memory.pages import PageAllocator
+from engine.memory.pages import SINK_PAGE, PageAllocator
 from engine.memory.planner import pages_for
+from engine.memory.prefix_index import PrefixRoot
 from engine.scheduling.row import Row
+from engine.slots.prefixes import Prefixes, Reuse
 from engine.slots.table import Slot, SlotTable
 from engine.types import Request
 
@@ -16,9 +21,16 @@ from engine.types import Request
 class Room:
     """Pages for the slots of one table, taken from its pool."""
 
-    def __init__(self, table: SlotTable, pages: PageAllocator, failpoints: Failpoints) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        pages: PageAllocator,
+        prefixes: Prefixes,
+        failpoints: Failpoints,
+    ) -> None:
         self._table = table
         self._pages = pages
+        self._prefixes = prefixes
         self._failpoints = failpoints
         self.num_evicted = 0
 
@@ -35,49 +47,92 @@ class Room:
             want = min(want, len(request.prompt) + max(1, request.max_tokens) - 1)
         return max(want, num_tokens)
 
-    def fits(self, slot: Slot, *, keep: int, num_tokens: int) -> bool:
-        """Returns whether an idle slot, cut to its first `keep` tokens, can get `num_tokens`.
+    def fit(self, slot: Slot, reuse: Reuse, *, num_tokens: int) -> Reuse | None:
+        """Returns as much of a prefix as an idle slot can hold together with `num_tokens` in all.
 
-        False means that running rows hold too many pages; nothing is changed either way.
+        None means that running rows hold too many pages; nothing is changed either way.
         """
-        kept = pages_for(keep, self._table.page_tokens)
-        needed = pages_for(num_tokens, self._table.page_tokens)
-        given_back = len(slot.pages) - kept
-        others = self._pages.num_free + self._table.idle_pages(besides=slot)
-        return needed - kept <= others + given_back
+        if self._fits(reuse, num_tokens):
+            return reuse
+        # Without the page that is copied, the one that it is copied from may go.
+        whole = self._prefixes.cut(slot, reuse)
+        if whole.num_tokens and self._fits(whole, num_tokens):
+            return whole
+        cold = Reuse(0, no_reuse="there is no room for what is reused beside the rest")
+        return cold if self._fits(cold, num_tokens) else None
 
-    def admit(self, slot: Slot, *, keep: int, num_tokens: int) -> None:
-        """Cuts an idle slot to its first `keep` tokens and gives it pages for `num_tokens`.
+    def admit(
+        self,
+        slot: Slot,
+        root: PrefixRoot,
+        reuse: Reuse,
+        prompt: Sequence[int],
+        *,
+        num_tokens: int,
+    ) -> None:
+        """Puts a prefix into an idle slot and gives it pages for `num_tokens`.
 
-        Idle slots, the least recently used first, lose theirs as far as that takes.
+        Cached prefixes and then idle slots, the least recently used first, lose theirs as far as
+        that takes. Raises whatever the device raises; the slot is empty then.
         """
         if self._failpoints.fires(Site.EVICT):
             self._evict_one(besides=slot)
-        self._table.truncate(slot, keep)
-        self._grow(slot, num_tokens)
+        needed = self._fresh_pages(reuse, num_tokens)
+        with self._pinned(reuse):
+            self._table.truncate(slot, reuse.num_tokens if reuse.is_own else 0)
+            self._make_free(needed, besides=slot)
+            self._prefixes.put(slot, root, reuse, prompt)
+        self._table.grow(slot, num_tokens)
 
     def extend(self, row: Row) -> bool:
         """Gives a running row the pages for its next token.
 
-        Returns False, with nothing changed, if running rows hold all the others.
+        Returns False, with nothing changed, if running rows hold all the others. Raises whatever
+        the device raises.
         """
         slot = row.home
         num_tokens = len(slot.tokens) + 1
         missing = self._table.pages_to_grow(slot, num_tokens)
-        if missing > self._pages.num_free + self._table.idle_pages():
+        busy, _ = self._table.page_use()
+        if missing > self._pages.size - len(busy):
             return False
-        self._grow(slot, num_tokens)
+        self._make_free(missing, besides=slot)
+        self._table.grow(slot, num_tokens)
         return True
 
     def is_short(self, row: Row) -> bool:
         """Returns whether the row's next token needs a page that its slot does not have."""
         return self._table.pages_to_grow(row.home, len(row.home.tokens) + 1) > 0
 
-    def _grow(self, slot: Slot, num_tokens: int) -> None:
-        while self._table.pages_to_grow(slot, num_tokens) > self._pages.num_free:
-            if not self._evict_one(besides=slot):
+    def _fits(self, reuse: Reuse, num_tokens: int) -> bool:
+        busy, _ = self._table.page_use()
+        kept = {*reuse.shared, reuse.copied} - busy - {SINK_PAGE}
+        return self._fresh_pages(reuse, num_tokens) <= self._pages.size - len(busy) - len(kept)
+
+    def _fresh_pages(self, reuse: Reuse, num_tokens: int) -> int:
+        return pages_for(num_tokens, self._table.page_tokens) - len(reuse.shared)
+
+    @contextmanager
+    def _pinned(self, reuse: Reuse) -> Generator[None]:
+        """Keeps what is about to be shared and copied from being evicted for it."""
+        copied = [reuse.copied] if reuse.is_own and reuse.copied else []
+        windows = self._table.windows
+        window_held = reuse.checkpoint.window_pages if reuse.checkpoint else ()
+        self._pages.share(copied)
+        if windows:
+            windows.pages.share(window_held)
+        try:
+            with self._table.index.keeping(reuse.nodes):
+                yield
+        finally:
+            self._pages.release(copied)
+            if windows:
+                windows.pages.release(window_held)
+
+    def _make_free(self, num_pages: int, *, besides: Slot) -> None:
+        while (missing := num_pages - self._pages.num_free) > 0:
+            if not self._table.index.evict(missing) and not self._evict_one(besides=besides):
                 break
-        self._table.grow(slot, num_tokens)
 
     def _evict_one(self, *, besides: Slot) -> bool:
         evicted = self._table.evict_one(besides=besides)

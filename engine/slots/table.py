@@ -1,11 +1,12 @@
 """The slots: lanes that keep a sequence's tokens and pages between requests.
 
-Decides which slot a request gets and how much of it can be reused; knows neither the queue nor
-the runner. The pages of a slot always cover exactly the tokens that it may write next or holds.
+Decides which slot a request gets, and lists what slots hold in the prefix index; knows neither the
+queue nor the runner. The pages of a slot always cover exactly the tokens that it may write next or
+holds.
 
 Example:
     >>> table = SlotTable(2, context_tokens=256, page_tokens=32, pages=PageAllocator(16))
-    >>> table.choose((1, 2, 3), tenant="", pinned=None).slot_id
+    >>> table.choose((1, 2, 3), root=PrefixRoot(b"", "f16", b"", ""), pinned=None).slot_id
     1
 """
 
@@ -15,8 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import NoSuchSlot
+from engine.memory.checkpoint import Checkpoint, Checkpoints
+from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator, PoolCorruption
 from engine.memory.planner import pages_for
+from engine.memory.prefix_index import PageNode, PrefixIndex, PrefixRoot, encode
 from engine.slots.window import WindowHeld, WindowPages
 from engine.types import Request, SlotState
 
@@ -27,17 +31,21 @@ _COMPARE_TOKENS = 512
 class Slot:
     """One lane. `tokens` are evaluated and lie in `pages`, in order; position = index.
 
-    `window` are its pages of sliding-window layers, empty where the model has none. `last_used`
-    orders releases (-1: never used). `tenant` owns the content. `request` is the one served now or
+    `nodes` are the first of these pages that the prefix index lists, under `root` (None: nothing
+    was held yet). `window` are its pages of sliding-window layers, empty where the model has none.
+    Tokens from `marked_from` on were moved from elsewhere, so no other slot may use them (None:
+    none was). `last_used` orders releases (-1: never used). `request` is the one served now or
     last, `task_id` its number (-1: none yet).
     """
 
     slot_id: int
     tokens: list[int] = field(default_factory=list[int])
     pages: list[int] = field(default_factory=list[int])
+    nodes: list[PageNode] = field(default_factory=list[PageNode])
+    root: PrefixRoot | None = None
+    marked_from: int | None = None
     window: WindowHeld = field(default_factory=WindowHeld)
     state: SlotState = SlotState.IDLE
-    tenant: str = ""
     request: Request | None = None
     task_id: int = -1
     last_used: int = -1
@@ -47,13 +55,19 @@ class Slot:
         """True when no request and no transfer uses the slot."""
         return self.state is SlotState.IDLE
 
+    @property
+    def tenant(self) -> str:
+        """Whose content it is."""
+        return self.root.tenant if self.root else ""
+
 
 @dataclass(frozen=True)
-class Reuse:
-    """How many leading prompt tokens a slot already holds, and why none if 0."""
+class _PageUse:
+    """Which pages busy slots hold, which only idle ones do, and when that was so."""
 
-    num_tokens: int
-    no_reuse: str
+    at: tuple[int, tuple[bool, ...]]
+    busy: frozenset[int]
+    idle: frozenset[int]
 
 
 class SlotTable:
@@ -68,15 +82,20 @@ class SlotTable:
         pages: PageAllocator,
         similarity: float = 0.1,
         windows: WindowPages | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
         """Makes empty slots; `similarity` 0 turns the choice by prefix off.
 
-        `windows` is the swa pool of a model with sliding-window layers.
+        `windows` is the swa pool of a model with sliding-window layers. `index` is one over
+        `pages`; None makes one without a host tier.
         """
         self.context_tokens = context_tokens
         self.page_tokens = page_tokens
         self._pages = pages
         self._windows = windows
+        self.checkpoints = windows.checkpoints if windows else Checkpoints(None)
+        self.index = index or PrefixIndex(pages, page_tokens, HostTier(None, limit_bytes=0))
+        self._use: _PageUse | None = None
         self._similarity = similarity
         self._num_releases = 0
         self._slots = tuple(Slot(slot_id) for slot_id in range(num_slots))
@@ -101,7 +120,7 @@ class SlotTable:
             raise NoSuchSlot(slot_id, len(self._slots))
         return self._slots[slot_id]
 
-    def choose(self, prompt: Sequence[int], *, tenant: str, pinned: int | None) -> Slot | None:
+    def choose(self, prompt: Sequence[int], *, root: PrefixRoot, pinned: int | None) -> Slot | None:
         """Returns the idle slot for a prompt, or None if it has to wait.
 
         A pinned request takes its slot and no other. Otherwise the highest share of the prompt
@@ -116,26 +135,7 @@ class SlotTable:
         idle = [slot for slot in self._slots if slot.is_idle]
         if not idle:
             return None
-        return self._most_similar(idle, prompt, tenant) or _least_recent(idle)
-
-    def reuse(self, slot: Slot, request: Request, prompt: Sequence[int]) -> Reuse:
-        """Returns how much of `prompt` the slot's pages already hold for this request.
-
-        At least one token is left to evaluate, because its logits are needed: the same prompt
-        again reuses all but one.
-        """
-        if not request.cache_prompt:
-            return Reuse(0, "the request turned prompt caching off")
-        if not slot.tokens:
-            return Reuse(0, "the slot is empty")
-        if slot.tenant != request.tenant:
-            return Reuse(0, "the slot's content is another tenant's")
-        shared = min(common_prefix(slot.tokens, prompt), len(prompt) - 1)
-        if not shared:
-            return Reuse(0, "the slot shares no prefix with the prompt")
-        if self._windows and not self._windows.can_continue(slot.window, shared):
-            return Reuse(0, f"the window before token {shared} is no longer held")
-        return Reuse(shared, "")
+        return self._most_similar(idle, prompt, root) or _least_recent(idle)
 
     def pages_to_grow(self, slot: Slot, num_tokens: int) -> int:
         """Returns how many more pages the slot needs to hold `num_tokens` in all."""
@@ -164,30 +164,76 @@ class SlotTable:
             self._windows.trim(slot.window, num_tokens)
 
     def truncate(self, slot: Slot, num_tokens: int) -> int:
-        """Keeps the first `num_tokens` tokens and their pages; returns the kv pages freed."""
+        """Keeps the first `num_tokens` tokens and their pages; returns the kv pages freed.
+
+        What the prefix index lists stays listed, and its pages stay held.
+        """
         if self._windows:
             self._windows.truncate(slot.window, num_tokens)
         del slot.tokens[num_tokens:]
         keep = pages_for(len(slot.tokens), self.page_tokens)
         dropped = slot.pages[keep:]
         del slot.pages[keep:]
+        del slot.nodes[keep:]
+        if slot.nodes and not self._vouches(len(slot.nodes) - 1, slot):
+            slot.nodes.pop()
+        if slot.marked_from is not None and slot.marked_from >= len(slot.tokens):
+            slot.marked_from = None
         return self._pages.release(dropped)
+
+    def register(self, slot: Slot) -> None:
+        """Lists what the slot holds in the prefix index, so that any slot can share it."""
+        root = slot.root
+        if root is None or not slot.tokens:
+            return
+        num_tokens = len(slot.tokens)
+        if slot.marked_from is not None:
+            num_tokens = slot.marked_from // self.page_tokens * self.page_tokens
+        self.index.insert(root, encode(slot.tokens[:num_tokens]), slot.pages, slot.nodes)
+        if self._windows and slot.marked_from is None:
+            self._keep(slot, self._windows.checkpoint(slot.window, num_tokens))
 
     def release(self, slot: Slot) -> None:
         """Ends a slot's work: it keeps its tokens, gives back unused pages and becomes idle."""
         self.truncate(slot, len(slot.tokens))
         self.slide(slot, after_chunk=True)
+        self.register(slot)
         slot.state = SlotState.IDLE
         slot.last_used = self._num_releases
         self._num_releases += 1
 
-    def idle_pages(self, *, besides: Slot | None = None) -> int:
-        """Returns how many pages idle slots hold, `besides` left out."""
-        return sum(len(s.pages) for s in self._slots if s.is_idle and s is not besides)
+    def discard(self, slot: Slot) -> None:
+        """Empties a slot whose last pages may hold anything, and forgets what lay in those."""
+        for node in slot.nodes[len(slot.tokens) // self.page_tokens :]:
+            self.index.drop(node)
+        del slot.nodes[len(slot.tokens) // self.page_tokens :]
+        self.truncate(slot, 0)
 
-    def idle_window_pages(self) -> int:
-        """Returns how many swa pages idle slots hold."""
-        return sum(slot.window.num_pages for slot in self._slots if slot.is_idle)
+    def erase(self, slot: Slot) -> int:
+        """Empties a slot and forgets what only it held; returns how many pages became free."""
+        nodes = list(slot.nodes)
+        freed = self.truncate(slot, 0)
+        for node in reversed(nodes):
+            if node.children or self._pages.num_holders(node.page_id) > 1:
+                break
+            freed += self.index.drop(node)
+        return freed
+
+    def page_use(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the kv pages that busy slots hold, and those that only idle ones do."""
+        at = (self._pages.num_changes, tuple(slot.is_idle for slot in self._slots))
+        use = self._use
+        if use is None or use.at != at:
+            busy = frozenset(p for s in self._slots if not s.is_idle for p in s.pages)
+            idle = frozenset(p for s in self._slots if s.is_idle for p in s.pages) - busy
+            use = self._use = _PageUse(at, busy, idle)
+        return use.busy, use.idle
+
+    def window_page_use(self) -> tuple[int, int]:
+        """Returns how many swa pages busy slots hold, and how many only idle ones do."""
+        busy = {p for s in self._slots if not s.is_idle for p in s.window.page_ids if p}
+        idle = {p for s in self._slots if s.is_idle for p in s.window.page_ids if p}
+        return len(busy), len(idle - busy)
 
     def evict_one(self, *, besides: Slot | None = None) -> bool:
         """Empties the least recently used idle slot that holds pages; False if there is none."""
@@ -198,20 +244,26 @@ class SlotTable:
         return True
 
     def empty_all(self) -> None:
-        """Empties every slot."""
+        """Empties every slot and the prefix index: no page holds anything any more."""
+        self.index.clear()
         for slot in self._slots:
+            slot.nodes.clear()
             self.truncate(slot, 0)
 
     def check_integrity(self) -> None:
         """Proves that every page has the holder that it should have.
 
         Raises:
-            PoolCorruption: a page leaked or is shared, or a slot's pages do not fit its tokens.
+            PoolCorruption: a page leaked, or a slot's pages do not fit its tokens.
         """
-        self._pages.check_integrity(slot.pages for slot in self._slots)
+        self.index.check_integrity()
+        held = [slot.pages for slot in self._slots]
+        self._pages.check_integrity([*held, self.index.held_pages()])
         if self._windows:
             self._windows.check_integrity((slot.window, len(slot.tokens)) for slot in self._slots)
+        self._check_roots()
         for slot in self._slots:
+            self._check_nodes(slot)
             needed = pages_for(len(slot.tokens), self.page_tokens)
             spare = len(slot.pages) - needed
             if spare < 0 or (spare and slot.is_idle):
@@ -224,12 +276,43 @@ class SlotTable:
                     f"{self.context_tokens}"
                 )
 
-    def _most_similar(self, idle: list[Slot], prompt: Sequence[int], tenant: str) -> Slot | None:
+    def _vouches(self, index: int, slot: Slot) -> bool:
+        """Whether the slot still holds all tokens of one of its listed pages."""
+        return index * self.page_tokens + slot.nodes[index].num_tokens <= len(slot.tokens)
+
+    def _keep(self, slot: Slot, checkpoint: Checkpoint) -> None:
+        for node in slot.nodes[-1:]:
+            for other in node.checkpoints:
+                if other.position == checkpoint.position:
+                    self.checkpoints.touch(other)
+                    return
+        self.checkpoints.add(checkpoint)
+        if not self.index.attach(slot.nodes, checkpoint):
+            checkpoint.drop()
+
+    def _check_roots(self) -> None:
+        """No page serves two tenants, two adapter sets or two types of keys."""
+        owners: dict[int, PrefixRoot] = {}
+        listed = ((root, [page_id]) for root, page_id in self.index.listed_pages())
+        held = ((slot.root, slot.pages) for slot in self._slots if slot.root)
+        for root, page_ids in (*listed, *held):
+            for page_id in page_ids:
+                if owners.setdefault(page_id, root) != root:
+                    raise PoolCorruption(f"page {page_id} serves {root} and {owners[page_id]}")
+
+    def _check_nodes(self, slot: Slot) -> None:
+        for index, node in enumerate(slot.nodes):
+            if node.page_id != slot.pages[index] or not self._vouches(index, slot):
+                raise PoolCorruption(f"page {index} of slot {slot.slot_id} is listed as another")
+
+    def _most_similar(
+        self, idle: list[Slot], prompt: Sequence[int], root: PrefixRoot
+    ) -> Slot | None:
         if self._similarity == 0 or not prompt:
             return None
         best, best_share = None, self._similarity
         for slot in idle:
-            if slot.tenant != tenant:
+            if slot.root != root:
                 continue
             share = common_prefix(slot.tokens, prompt) / len(prompt)
             if share > best_share:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.memory.checkpoint import Checkpoint, Checkpoints
 from engine.memory.pages import SINK_PAGE, PageAllocator, PoolCorruption
 from engine.memory.planner import WINDOW_SLACK_TOKENS, pages_for
 
@@ -63,16 +64,17 @@ class WindowHeld:
 
 
 class WindowPages:
-    """The swa pool as slots use it."""
+    """The swa pool as slots use it. `checkpoints` hold pages too, until a slot needs them."""
 
     def __init__(self, policy: WindowPolicy, pages: PageAllocator) -> None:
         self.policy = policy
-        self._pages = pages
+        self.checkpoints = Checkpoints(pages)
+        self.pages = pages
 
     @property
     def num_free(self) -> int:
-        """Pages that no slot holds."""
-        return self._pages.num_free
+        """Pages that nobody holds."""
+        return self.pages.num_free
 
     def cover(self, held: WindowHeld, num_tokens: int) -> None:
         """Takes the pages that positions up to `num_tokens` need and the holding lacks.
@@ -81,7 +83,34 @@ class WindowPages:
             OutOfPages: too few are free; nothing was taken.
         """
         missing = pages_for(num_tokens, self.policy.page_tokens) - len(held.page_ids)
-        held.page_ids += self._pages.allocate(max(0, missing))
+        if missing > 0:
+            self.reclaim(missing)
+            held.page_ids += self.pages.allocate(missing)
+
+    def reclaim(self, num_pages: int) -> None:
+        """Drops checkpoints, the oldest first, until so many pages are free or none is left."""
+        self.checkpoints.reclaim(num_pages)
+
+    def checkpoint(self, held: WindowHeld, num_tokens: int) -> Checkpoint:
+        """Returns what continues a sequence of `num_tokens` later; its pages are not held yet."""
+        start = held.num_behind * self.policy.page_tokens
+        return Checkpoint(
+            position=num_tokens,
+            lowest=start + self.policy.window - 1 if start else 1,
+            first_page=held.num_behind,
+            window_pages=tuple(held.page_ids[held.num_behind :]),
+        )
+
+    def adopt(self, held: WindowHeld, checkpoint: Checkpoint, num_tokens: int) -> None:
+        """Makes an empty holding share the window of a sequence cut to `num_tokens`."""
+        first = checkpoint.first_page
+        count = pages_for(num_tokens, self.policy.page_tokens) - first
+        shared = checkpoint.window_pages[: max(0, count)]
+        self.pages.share(shared)
+        held.page_ids = [SINK_PAGE] * first + list(shared)
+        held.num_behind = first
+        self.checkpoints.touch(checkpoint)
+        self.trim(held, num_tokens)
 
     def trim(self, held: WindowHeld, num_tokens: int) -> int:
         """Gives back the pages behind the window of a sequence of `num_tokens`; returns how many."""
@@ -93,7 +122,7 @@ class WindowPages:
         gone = held.page_ids[start:end]
         held.page_ids[start:end] = [SINK_PAGE] * len(gone)
         held.num_behind = end
-        return self._pages.release(gone)
+        return self.pages.release(gone)
 
     def is_due(self, held: WindowHeld, num_tokens: int) -> bool:
         """Returns whether so many tokens have come since the last trim that another is due."""
@@ -106,7 +135,7 @@ class WindowPages:
         del held.page_ids[keep:]
         held.num_behind = min(held.num_behind, keep)
         held.trimmed_at = min(held.trimmed_at, num_tokens)
-        return self._pages.release(gone)
+        return self.pages.release(gone)
 
     def can_continue(self, held: WindowHeld, num_tokens: int) -> bool:
         """Returns whether all that the token after the first `num_tokens` sees is still held."""
@@ -118,11 +147,12 @@ class WindowPages:
         """Proves the books, given each holding and its sequence's length; only between steps.
 
         Raises:
-            PoolCorruption: a page leaked or is shared, a window is not covered, or more is held
+            PoolCorruption: a page leaked, a window is not covered, or more is held
                 than the policy keeps.
         """
         listed = list(holdings)
-        self._pages.check_integrity(held.page_ids[held.num_behind :] for held, _ in listed)
+        slots = [held.page_ids[held.num_behind :] for held, _ in listed]
+        self.pages.check_integrity([*slots, *self.checkpoints.held_pages()])
         for held, num_tokens in listed:
             self._check(held, num_tokens)
 

@@ -60,9 +60,26 @@ def test_a_failed_step_spoils_its_pages() -> None:
     run(runner, chunk=work([5, 6], [1]))
     runner.fail_with = MemoryError()
     with pytest.raises(MemoryError):
-        run(runner, work([7], [1, 2], start=2))
+        run(runner, work([7], [1, 2], start=1))
     with pytest.raises(AssertionError, match="never written"):
+        run(runner, work([7], [1, 2], start=1))
+
+
+def test_a_failed_step_leaves_the_pages_that_it_only_reads() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6], [1]))
+    runner.fail_with = MemoryError()
+    with pytest.raises(MemoryError):
         run(runner, work([7], [1, 2], start=2))
+    run(runner, work([7], [1, 2], start=2))
+
+
+def test_sequences_may_share_what_they_read() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6], [1]))
+    run(runner, work([7], [1, 2], start=2), work([8], [1, 3], start=2))
+    with pytest.raises(AssertionError, match="two sequences"):
+        run(runner, work([7], [1, 2], start=3), work([8], [1, 2, 3], start=4))
 
 
 def test_a_lost_pool_spoils_every_page() -> None:
@@ -101,7 +118,7 @@ def test_a_page_given_back_inside_the_window_is_a_mistake() -> None:
 @pytest.mark.parametrize("wants_logits", [True, False])
 def test_a_wrong_window_table_is_a_mistake(wants_logits: bool) -> None:
     wrong = work([3, 3], [1, 2, 3, 4], 5, window_pages=[4, 4, 6, 7], wants_logits=wants_logits)
-    with pytest.raises(AssertionError, match="two sequences"):
+    with pytest.raises(AssertionError, match="in a sequence twice"):
         run(windowed(), chunk=wrong)
     wrong = work([3, 3], [1, 2, 3, 4], 5, window_pages=[5, 4, 6, 7], wants_logits=wants_logits)
     with pytest.raises(AssertionError, match="another sequence's tokens"):

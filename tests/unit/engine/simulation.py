@@ -20,6 +20,7 @@ from engine.scheduling.erasing import ErasedSlot
 from engine.step import PoolLost
 from engine.types import (
     AdapterScale,
+    CacheSource,
     CancelCause,
     Cancelled,
     Chunk,
@@ -168,6 +169,7 @@ class Simulation:
             chunk_tokens=rng.choice([1, 5, 16, 64]),
             kv_pages=rng.randint(max(2, slot_pages // 2), slot_pages * max(2, num_slots // 2)),
             slot_similarity=rng.choice([0.0, 0.1, 0.5]),
+            host_cache_bytes=rng.choice([0, 0, 20_000, None]),
             queue_requests=rng.randint(1, 12),
             queue_bytes=rng.choice([1 << 20, 1500]),
             swa_evict_interval=rng.choice([1, 4, 20, 128]),
@@ -267,8 +269,11 @@ class Simulation:
 
     def _break_runner(self) -> None:
         if self._is_faulty:
-            kind = self.rng.choice([MemoryError, PoolLost])
-            self.runner.fail_with = kind("the device is out of memory")
+            error = self.rng.choice([MemoryError, PoolLost])("the device is out of memory")
+            if self.rng.random() < 0.5:
+                self.runner.fail_with = error
+            else:
+                self.runner.fail_transfer_with = error
             self._num_faults += 1
 
     # Judgement.
@@ -288,7 +293,7 @@ class Simulation:
         assert [pool.kind for pool in now.pools] == self._pool_kinds()
         for pool in now.pools:
             assert pool.free + pool.used + pool.pinned + pool.cached == pool.size
-            assert min(pool.free, pool.used, pool.pinned) >= 0
+            assert min(pool.free, pool.used, pool.pinned, pool.cached) >= 0
             assert now.running or pool.used == 0, "idle means empty"
         assert now.queued <= self.config.queue_requests + self.config.num_slots
         living = sum(life.end is None for life in self.lives.values())
@@ -345,6 +350,8 @@ class Simulation:
         assert request.cache_prompt or started.cached_tokens == 0
         if started.cached_tokens:
             self.seen["reused" if self.window is None else "reused:window"] += 1
+            self.seen[f"reused:{started.cache_source.value}"] += 1
+        if started.cache_source is CacheSource.SLOT:
             assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
         if "window" in started.no_reuse:
             self.seen["window_gone"] += 1
@@ -421,7 +428,7 @@ class Simulation:
 
     def _come_to_rest(self) -> None:
         self.failpoints.disarm()
-        self.runner.fail_with = None
+        self.runner.fail_with = self.runner.fail_transfer_with = None
         self._is_faulty = False
         for _ in range(LIVENESS_STEPS):
             self._step()

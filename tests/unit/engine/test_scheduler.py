@@ -126,7 +126,7 @@ def test_a_long_prompt_does_not_stop_running_answers() -> None:
 
 def test_prompts_are_served_first_come_first() -> None:
     drive = Drive(num_slots=3, chunk_tokens=4)
-    for name, prompt in (("long", [B] * 40), ("middle", [A] * 20), ("short", [A] * 8)):
+    for name, prompt in (("long", [B] * 40), ("middle", [A] * 20), ("short", [B + 1] * 8)):
         drive.engine.submit(ask(name, prompt, 9))
     drive.rest()
     firsts = [name for name, event in drive.events if event in drive.chunks(name)[:1]]

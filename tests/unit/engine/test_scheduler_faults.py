@@ -12,7 +12,7 @@ from tests.unit.engine.drive import A, B, Drive, ask, solo
 def test_a_failing_step_ends_its_rows_and_the_engine_lives() -> None:
     drive = Drive(num_slots=3, max_decodes=1)
     for name in ("a", "b"):
-        drive.engine.submit(ask(name, [ord(name), A, A], 20))
+        drive.engine.submit(ask(name, [ord(name), A], 20))
     drive.steps(2)
     cause = MemoryError("out of memory")
     drive.runner.fail_with = cause
@@ -25,10 +25,10 @@ def test_a_failing_step_ends_its_rows_and_the_engine_lives() -> None:
     assert drive.engine.snapshot().slots[2 if failed == ["a"] else 1].held_tokens == 0
     drive.rest()
     (survivor,) = {"a", "b"} - set(failed)
-    assert drive.tokens(survivor) == solo([ord(survivor), A, A], 20)
-    drive.engine.submit(ask("after", [ord(failed[0]), A, A]))
+    assert drive.tokens(survivor) == solo([ord(survivor), A], 20)
+    drive.engine.submit(ask("after", [ord(failed[0]), A]))
     drive.rest()
-    assert drive.tokens("after") == solo([ord(failed[0]), A, A], 5)
+    assert drive.tokens("after") == solo([ord(failed[0]), A], 5)
     # What the failed step wrote is unknown, so nothing of it is reused.
     assert drive.started("after").cached_tokens == 0
 
@@ -38,7 +38,7 @@ def test_a_lost_pool_empties_every_slot_and_ends_only_the_failed_batch() -> None
     drive.engine.submit(ask("idle", [A] * 9, 1, slot_id=0))
     drive.rest()
     for slot_id, name in ((1, "a"), (2, "b")):
-        drive.engine.submit(ask(name, [A, ord(name)], 20, slot_id=slot_id))
+        drive.engine.submit(ask(name, [ord(name), A], 20, slot_id=slot_id))
     drive.steps(5)
     cause = PoolLost("the device was reset")
     drive.runner.fail_with = cause
@@ -55,7 +55,7 @@ def test_a_lost_pool_empties_every_slot_and_ends_only_the_failed_batch() -> None
     drive.rest()
     # The other one was not in the batch: it goes on, and its client has seen nothing of it.
     (survivor,) = {"a", "b"} - set(ended)
-    assert drive.tokens(survivor) == solo([A, ord(survivor)], 20)
+    assert drive.tokens(survivor) == solo([ord(survivor), A], 20)
     drive.engine.submit(ask("again", [A] * 9, slot_id=0))
     drive.rest()
     assert drive.started("again").no_reuse == "the slot is empty"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.types import CancelCause, Cancelled, PoolKind
+from engine.types import CacheSource, CancelCause, Cancelled, PoolKind
 from tests.unit.engine.drive import A, B, Drive, ask, solo
 
 WINDOW = 8
@@ -83,7 +83,7 @@ def test_an_idle_slot_keeps_its_window_and_the_slack() -> None:
     swa = drive.pool(PoolKind.SWA)
     # 109 tokens: positions from 85 on.
     assert swa.pinned == 28 - 85 // 4 == IDLE_PAGES
-    assert swa.free == swa.size - IDLE_PAGES
+    assert swa.free + swa.cached == swa.size - IDLE_PAGES
 
 
 def test_the_same_prompt_again_is_reused_within_the_slack() -> None:
@@ -96,20 +96,44 @@ def test_the_same_prompt_again_is_reused_within_the_slack() -> None:
     assert drive.tokens("warm") == drive.tokens("cold") == answer([A] * 60, 17)
 
 
-def test_the_same_prompt_after_a_long_answer_starts_again_and_says_why() -> None:
+def test_the_same_prompt_after_a_long_answer_goes_on_from_the_end_of_the_prompt() -> None:
     drive = drive_windows()
     for name in ("cold", "again"):
         drive.engine.submit(ask(name, [A] * 60, 40))
         drive.rest()
     started = drive.started("again")
-    assert started.slot_id == drive.started("cold").slot_id
+    assert (started.cached_tokens, started.cache_source) == (59, CacheSource.INDEX)
+    assert drive.tokens("again") == drive.tokens("cold") == answer([A] * 60, 40)
+
+
+def test_cutting_the_last_turn_goes_on_from_the_turn_before() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("first", [A] * 40, 40))
+    drive.rest()
+    turn = [*[A] * 40, *drive.tokens("first")]
+    drive.engine.submit(ask("second", [*turn, *[B] * 30], 30))
+    drive.rest()
+    other = [*turn, *[B + 1] * 20]
+    drive.engine.submit(ask("instead", other, 20))
+    drive.rest()
+    # Of the 80 tokens that both turns begin with, 79 were evaluated when the first one ended.
+    assert drive.started("instead").cached_tokens == 79
+    assert drive.tokens("instead") == answer(other, 20)
+
+
+def test_a_prefix_whose_window_is_gone_starts_again_and_says_why() -> None:
+    drive = drive_windows()
+    drive.engine.submit(ask("long", [A] * 90, 3))
+    drive.rest()
+    prompt = [A] * 30 + [B] * 5
+    drive.engine.submit(ask("short", prompt))
+    drive.rest()
+    started = drive.started("short")
     assert (started.cached_tokens, started.no_reuse) == (
         0,
-        "the window before token 59 is no longer held",
+        "the window before token 30 is no longer held",
     )
-    assert drive.tokens("again") == drive.tokens("cold")
-    counters = drive.engine.snapshot().counters
-    assert (counters.prompt_tokens_cached, counters.prompt_tokens_evaluated) == (0, 120)
+    assert drive.tokens("short") == answer(prompt, 5)
 
 
 def test_a_conversation_continues_after_a_long_answer() -> None:

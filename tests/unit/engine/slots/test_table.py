@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 
 from engine.errors import NoSuchSlot
 from engine.memory.pages import OutOfPages, PageAllocator, PoolCorruption
+from engine.memory.prefix_index import PrefixRoot, encode
 from engine.slots.table import Slot, SlotTable, common_prefix
-from engine.types import Request, SlotState
+from engine.types import SlotState
+
+
+def root_of(tenant: str = "") -> PrefixRoot:
+    return PrefixRoot(b"", "f16", b"", tenant)
 
 
 def make_table(num_slots: int = 4, *, similarity: float = 0.1, size: int = 64) -> SlotTable:
@@ -28,7 +33,7 @@ def fill(table: SlotTable, slot_id: int, tokens: Sequence[int], tenant: str = ""
     table.truncate(slot, 0)
     table.grow(slot, len(tokens))
     slot.tokens += tokens
-    slot.tenant = tenant
+    slot.root = root_of(tenant)
     table.release(slot)
     return slot
 
@@ -36,7 +41,7 @@ def fill(table: SlotTable, slot_id: int, tokens: Sequence[int], tenant: str = ""
 def choose(
     table: SlotTable, prompt: Sequence[int], tenant: str = "", pinned: int | None = None
 ) -> int | None:
-    slot = table.choose(tuple(prompt), tenant=tenant, pinned=pinned)
+    slot = table.choose(tuple(prompt), root=root_of(tenant), pinned=pinned)
     return None if slot is None else slot.slot_id
 
 
@@ -104,54 +109,60 @@ def test_a_pinned_request_takes_its_slot_or_waits() -> None:
 
 def test_another_tenants_content_is_never_matched() -> None:
     table = make_table(2)
-    slot = fill(table, 1, [1, 2, 3], tenant="a")
+    fill(table, 1, [1, 2, 3], tenant="a")
     assert choose(table, [1, 2, 3], tenant="b") == 0
-    request = Request("r", (1, 2, 3, 4), tenant="b")
-    reuse = table.reuse(slot, request, request.prompt)
-    assert (reuse.num_tokens, reuse.no_reuse) == (0, "the slot's content is another tenant's")
     assert choose(table, [1, 2, 3], tenant="a") == 1
 
 
-# Contract 5.2: the same prompt again leaves one token to evaluate.
-@pytest.mark.parametrize(
-    ("held", "prompt", "cached"),
-    [
-        ([1, 2, 3], [1, 2, 3], 2),
-        ([1, 2, 3, 4], [1, 2, 3], 2),
-        ([1, 2, 3], [1, 2, 3, 4], 3),
-        ([1, 2, 3], [1, 2, 9, 4], 2),
-        ([1, 2, 3], [9, 2, 3], 0),
-        ([], [1], 0),
-        ([1], [1], 0),
-    ],
-)
-def test_reuse_is_the_common_prefix_but_one(
-    held: list[int], prompt: list[int], cached: int
-) -> None:
-    table = make_table()
-    slot = fill(table, 0, held)
-    reuse = table.reuse(slot, Request("r", tuple(prompt)), prompt)
-    assert reuse.num_tokens == cached
-    assert (reuse.no_reuse == "") == (cached > 0)
-
-
-def test_prompt_caching_can_be_turned_off() -> None:
-    table = make_table()
-    slot = fill(table, 0, [1, 2, 3])
-    request = Request("r", (1, 2, 3), cache_prompt=False)
-    assert table.reuse(slot, request, request.prompt).num_tokens == 0
-
-
-def test_truncation_frees_the_pages_behind_the_cut() -> None:
+def test_truncation_frees_the_pages_behind_the_cut_that_the_index_does_not_list() -> None:
     pages = PageAllocator(8)
     table = SlotTable(1, context_tokens=64, page_tokens=4, pages=pages)
-    slot = fill(table, 0, range(13))
-    assert len(slot.pages) == 4
+    slot = fill(table, 0, range(9))
+    table.grow(slot, 13)
+    slot.tokens += [9, 10, 11, 12]
     kept = slot.pages[:2]
-    assert table.truncate(slot, 5) == 2
+    assert table.truncate(slot, 5) == 1
     assert (slot.tokens, slot.pages) == ([0, 1, 2, 3, 4], kept)
-    assert table.truncate(slot, 0) == 2
+    assert [node.page_id for node in slot.nodes] == kept[:1]
+    assert table.truncate(slot, 0) == 0
+    assert (pages.num_free, table.page_use()) == (5, (frozenset(), frozenset()))
+    assert table.index.evict(8) == 3
     assert pages.num_free == 8
+
+
+def test_erasing_frees_what_only_the_slot_held() -> None:
+    pages = PageAllocator(16)
+    table = SlotTable(2, context_tokens=64, page_tokens=4, pages=pages)
+    one = fill(table, 0, [1, 2, 3, 4, 5, 6])
+    other = fill(table, 1, [1, 2, 3, 4, 7, 8, 9])
+    # The first page is the same, so the second slot took the first one's.
+    assert one.pages[0] == other.pages[0]
+    assert pages.num_free == 16 - 3
+    assert table.erase(one) == 1
+    assert (one.tokens, other.tokens) == ([], [1, 2, 3, 4, 7, 8, 9])
+    assert table.erase(other) == 2
+    assert pages.num_free == 16
+    table.check_integrity()
+
+
+def test_what_a_failed_step_wrote_is_not_listed() -> None:
+    table = make_table(1)
+    slot = fill(table, 0, [1, 2, 3, 4, 5, 6])
+    table.discard(slot)
+    assert table.index.match(root_of(), encode([1, 2, 3, 4, 5, 6])).num_tokens == 4
+    table.check_integrity()
+
+
+def test_moved_tokens_are_not_listed() -> None:
+    table = make_table(1)
+    slot = table.slot(0)
+    table.grow(slot, 11)
+    slot.tokens += range(11)
+    slot.root, slot.marked_from = root_of(), 6
+    table.release(slot)
+    assert table.index.match(root_of(), encode(range(11))).num_tokens == 4
+    table.truncate(slot, 6)
+    assert slot.marked_from is None
 
 
 def test_release_gives_back_what_was_reserved_and_not_used() -> None:
@@ -185,15 +196,28 @@ def test_eviction_takes_the_least_recently_used_idle_slot_that_holds_something()
     assert table.slot(0).tokens == [2]
 
 
-def test_integrity_finds_a_page_in_two_slots_and_tokens_without_pages() -> None:
+def test_integrity_finds_a_page_that_two_slots_hold_uncounted_and_tokens_without_pages() -> None:
     table = make_table(2)
     slot = fill(table, 0, [1, 2])
     table.slot(1).pages += slot.pages
-    with pytest.raises(PoolCorruption):
+    with pytest.raises(PoolCorruption, match="counts 2 holders, 3 hold it"):
         table.check_integrity()
     table.slot(1).pages.clear()
     slot.tokens += [3, 4, 5]
     with pytest.raises(PoolCorruption, match="slot 0 has 1 pages for 2 pages of tokens"):
+        table.check_integrity()
+
+
+def test_integrity_finds_a_page_of_two_tenants() -> None:
+    pages = PageAllocator(8)
+    table = SlotTable(2, context_tokens=64, page_tokens=4, pages=pages)
+    one = fill(table, 0, [1, 2], tenant="a")
+    pages.share(one.pages)
+    other = table.slot(1)
+    other.pages += one.pages
+    other.tokens += one.tokens
+    other.root = root_of("b")
+    with pytest.raises(PoolCorruption, match=r"page 1 serves .*'b'.* and .*'a'"):
         table.check_integrity()
 
 

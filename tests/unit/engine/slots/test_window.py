@@ -10,7 +10,7 @@ from engine.memory.pages import OutOfPages, PageAllocator, PoolCorruption
 from engine.memory.planner import KvShape, plan_memory, swa_floor
 from engine.slots.table import Slot, SlotTable
 from engine.slots.window import WindowHeld, WindowPages, WindowPolicy
-from engine.types import EngineConfig, Request, SlotState
+from engine.types import EngineConfig, SlotState
 
 SLACK = 16
 
@@ -152,7 +152,7 @@ def test_any_program_keeps_the_books(
 ) -> None:
     """Three sequences against plain sets of page indexes."""
     windows = make_windows(window, page_tokens=page_tokens, interval=interval, size=4000)
-    pages = windows._pages  # pyright: ignore[reportPrivateUsage]  # the books to be judged
+    pages = windows.pages
     helds = [WindowHeld() for _ in range(3)]
     lengths = [0, 0, 0]
     expected: list[set[int]] = [set(), set(), set()]
@@ -285,35 +285,6 @@ def test_the_floor_is_no_larger_than_it_must_be(chunk: int, interval: int) -> No
 CONFIG = EngineConfig(context_tokens=512, num_slots=2, page_tokens=1, chunk_tokens=64)
 
 
-# 100 prompt tokens and g generated ones leave 99 + g in the slot. The same prompt again goes on
-# after 99, so it needs the positions from 100 - window on, and 99 + g - window - 16 is kept.
-@pytest.mark.parametrize(("generated", "cached"), [(1, 99), (2, 99), (17, 99), (18, 0), (200, 0)])
-def test_the_same_prompt_is_reused_within_the_slack(generated: int, cached: int) -> None:
-    table = make_table(CONFIG, window=32)
-    slot = table.slot(0)
-    serve(table, slot, 100, 64, generated)
-    reuse = table.reuse(slot, Request("r", (7,) * 100), (7,) * 100)
-    assert reuse.num_tokens == cached
-    assert reuse.no_reuse == ("" if cached else "the window before token 99 is no longer held")
-
-
-@pytest.mark.parametrize("generated", [1, 50, 300])
-def test_a_conversation_always_goes_on(generated: int) -> None:
-    table = make_table(CONFIG, window=32)
-    slot = table.slot(0)
-    serve(table, slot, 100, 64, generated)
-    turn = (7,) * (100 + generated - 1) + (8, 8)
-    assert table.reuse(slot, Request("r", turn), turn).num_tokens == 99 + generated
-
-
-def test_a_short_history_lies_in_the_window_and_is_reused_like_any_other() -> None:
-    table = make_table(CONFIG, window=300)
-    slot = table.slot(0)
-    serve(table, slot, 100, 64, 150)
-    prompt = (7,) * 40 + (8,) * 9
-    assert table.reuse(slot, Request("r", prompt), prompt).num_tokens == 40
-
-
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_an_idle_slot_holds_its_window_and_the_slack(page_tokens: int) -> None:
     config = dataclasses.replace(CONFIG, page_tokens=page_tokens)
@@ -321,7 +292,7 @@ def test_an_idle_slot_holds_its_window_and_the_slack(page_tokens: int) -> None:
     serve(table, table.slot(0), 200, 64, 100)
     # 299 tokens; positions from 299 - 32 - 16 = 251 on.
     assert table.slot(0).window.num_pages == -(-299 // page_tokens) - 251 // page_tokens
-    assert table.idle_window_pages() == table.slot(0).window.num_pages
+    assert table.window_page_use() == (0, table.slot(0).window.num_pages)
 
 
 def test_eviction_and_truncation_empty_the_window_too() -> None:

@@ -1,0 +1,249 @@
+"""The longest proven prefix of a request, and how a slot gets it.
+
+Looks in the slot itself, then in the prefix index, whose pages may lie on the device or on the
+host. Whole pages are shared; the page in which a sequence goes its own way is copied first, on the
+device. Knows no queue and no row, and takes no page that it was not told to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.memory.checkpoint import Checkpoint
+from engine.memory.pages import SINK_PAGE, PageAllocator
+from engine.memory.prefix_index import Match, PageNode, PrefixRoot, encode
+from engine.slots.table import Slot, SlotTable, common_prefix
+from engine.step import PageStore
+from engine.types import CacheSource, PoolKind, Request
+
+
+def prefix_root(request: Request, *, model: bytes, kv_dtype: str) -> PrefixRoot:
+    """Returns what a request's prefixes start from: the one place that decides it."""
+    return PrefixRoot(model=model, kv_dtype=kv_dtype, adapters=b"", tenant=request.tenant)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How many leading tokens of a prompt need no evaluation, where they lie, and why none if 0.
+
+    `nodes` hold them unless `is_own`: then the slot does already, and `is_cut` says that it holds
+    more. `checkpoint` gives the window pages that go with `nodes`. `shared` are the kv pages on the device that the
+    slot will hold as they are, `copied` the one whose beginning is copied (0: none).
+    """
+
+    num_tokens: int
+    source: CacheSource = CacheSource.NONE
+    no_reuse: str = ""
+    is_own: bool = False
+    is_cut: bool = False
+    nodes: tuple[PageNode, ...] = ()
+    checkpoint: Checkpoint | None = None
+    shared: tuple[int, ...] = ()
+    copied: int = 0
+
+
+class Prefixes:
+    """Finds prefixes and puts them into slots."""
+
+    def __init__(self, table: SlotTable, pages: PageAllocator, store: PageStore) -> None:
+        self._table = table
+        self._pages = pages
+        self._index = table.index
+        self._host = table.index.host_tier
+        self._store = store
+
+    def find(self, slot: Slot, root: PrefixRoot, request: Request, prompt: Sequence[int]) -> Reuse:
+        """Returns the longest prefix that an idle slot can have, at equal length its own.
+
+        At least one token is left to evaluate, because its logits are needed: the same prompt
+        again reuses all but one.
+        """
+        if not request.cache_prompt:
+            return Reuse(0, no_reuse="the request turned prompt caching off")
+        limit = len(prompt) - 1
+        own = self._own(slot, root, prompt, limit)
+        if own.num_tokens == limit:
+            return own
+        listed = self._listed(self._index.match(root, encode(prompt)), limit)
+        if listed.num_tokens > own.num_tokens:
+            return listed
+        if not own.num_tokens and listed.no_reuse:
+            return listed
+        return own
+
+    def cut(self, slot: Slot, reuse: Reuse) -> Reuse:
+        """Returns the same prefix without the page that it would have to copy."""
+        whole = reuse.num_tokens // self._table.page_tokens * self._table.page_tokens
+        if reuse.is_own:
+            return self._own_cut(slot, whole)
+        return self._at(Match(reuse.nodes, reuse.num_tokens), whole)
+
+    def put(self, slot: Slot, root: PrefixRoot, reuse: Reuse, prompt: Sequence[int]) -> None:
+        """Makes an idle slot hold the prefix and nothing else; the pages for it must be free.
+
+        Raises whatever the device raises; the slot is empty then.
+        """
+        try:
+            if reuse.is_own:
+                self._cut_own(slot, reuse)
+            else:
+                self._adopt(slot, reuse)
+            slot.tokens[:] = prompt[: reuse.num_tokens]
+            slot.root = root
+        except BaseException:
+            self._table.truncate(slot, 0)
+            raise
+
+    # The slot's own content.
+
+    def _own(self, slot: Slot, root: PrefixRoot, prompt: Sequence[int], limit: int) -> Reuse:
+        if not slot.tokens:
+            return Reuse(0, no_reuse="the slot is empty")
+        if slot.tenant != root.tenant:
+            return Reuse(0, no_reuse="the slot's content is another tenant's")
+        if slot.root != root:
+            return Reuse(0, no_reuse="the slot's content was made under other adapters")
+        shared = min(common_prefix(slot.tokens, prompt), limit)
+        if not shared:
+            return Reuse(0, no_reuse="the slot shares no prefix with the prompt")
+        return self._own_cut(slot, shared)
+
+    def _own_cut(self, slot: Slot, num_tokens: int) -> Reuse:
+        windows = self._table.windows
+        if windows and not windows.can_continue(slot.window, num_tokens):
+            return Reuse(0, no_reuse=_window_gone(num_tokens))
+        if not num_tokens:
+            return Reuse(0)
+        whole, rest = divmod(num_tokens, self._table.page_tokens)
+        shared, copied = list(slot.pages[:whole]), 0
+        if rest and self._is_cut_in_shared_page(slot, num_tokens):
+            copied = slot.pages[whole]
+        elif rest:
+            shared.append(slot.pages[whole])
+        return Reuse(
+            num_tokens,
+            CacheSource.SLOT,
+            is_own=True,
+            is_cut=num_tokens < len(slot.tokens),
+            shared=tuple(shared),
+            copied=copied,
+        )
+
+    def _is_cut_in_shared_page(self, slot: Slot, num_tokens: int) -> bool:
+        """Behind the end of its tokens a slot may write on; within them others may read."""
+        page_id = slot.pages[num_tokens // self._table.page_tokens]
+        return num_tokens < len(slot.tokens) and self._pages.num_holders(page_id) > 1
+
+    def _cut_own(self, slot: Slot, reuse: Reuse) -> None:
+        self._table.truncate(slot, reuse.num_tokens)
+        if reuse.copied:
+            self._copy_last(PoolKind.KV, self._pages, slot.pages)
+        windows = self._table.windows
+        if windows and reuse.is_cut and reuse.num_tokens % self._table.page_tokens:
+            self._copy_last_window(slot)
+
+    # What the index holds.
+
+    def _listed(self, match: Match, limit: int) -> Reuse:
+        shared = min(match.num_tokens, limit)
+        if not shared:
+            return Reuse(0)
+        return self._at(match, shared)
+
+    def _at(self, match: Match, num_tokens: int) -> Reuse:
+        checkpoint = None
+        if self._table.windows:
+            wanted = num_tokens
+            num_tokens, checkpoint = _continuation(match, wanted)
+            if checkpoint is None:
+                return Reuse(0, no_reuse=_window_gone(wanted))
+        if not num_tokens:
+            return Reuse(0)
+        whole, rest = divmod(num_tokens, self._table.page_tokens)
+        nodes = match.nodes[: whole + bool(rest)]
+        is_lifted = any(node.is_on_host for node in nodes)
+        return Reuse(
+            num_tokens,
+            CacheSource.HOST if is_lifted else CacheSource.INDEX,
+            nodes=nodes,
+            checkpoint=checkpoint,
+            shared=tuple(node.page_id for node in nodes[:whole] if not node.is_on_host),
+            copied=nodes[whole].page_id if rest else 0,
+        )
+
+    def _adopt(self, slot: Slot, reuse: Reuse) -> None:
+        whole = reuse.num_tokens // self._table.page_tokens
+        self._table.truncate(slot, 0)
+        self._adopt_whole(slot, reuse.nodes[:whole])
+        self._adopt_tail(slot, reuse.nodes[whole:])
+        self._index.touch(reuse.nodes)
+        if reuse.checkpoint is not None:
+            self._adopt_window(slot, reuse.checkpoint, reuse.num_tokens)
+
+    def _adopt_whole(self, slot: Slot, nodes: Sequence[PageNode]) -> None:
+        device = [node for node in nodes if not node.is_on_host]
+        self._pages.share([node.page_id for node in device])
+        slot.pages += (node.page_id for node in device)
+        slot.nodes += device
+        # The host's pages continue those of the device.
+        lifted = nodes[len(device) :]
+        if not lifted:
+            return
+        page_ids = self._pages.allocate(len(lifted))
+        slot.pages += page_ids
+        self._host.write(page_ids, [node.content for node in lifted if node.content])
+        for node, page_id in zip(lifted, page_ids, strict=True):
+            self._index.lift(node, page_id)
+        slot.nodes += lifted
+
+    def _adopt_tail(self, slot: Slot, nodes: Sequence[PageNode]) -> None:
+        for node in nodes:
+            slot.pages += self._pages.allocate(1)
+            if node.content is not None:
+                self._host.write(slot.pages[-1:], [node.content])
+            else:
+                self._store.copy_pages(PoolKind.KV, [node.page_id], slot.pages[-1:])
+
+    def _adopt_window(self, slot: Slot, checkpoint: Checkpoint, num_tokens: int) -> None:
+        windows = self._table.windows
+        assert windows is not None
+        windows.adopt(slot.window, checkpoint, num_tokens)
+        if num_tokens % self._table.page_tokens:
+            self._copy_last_window(slot)
+
+    # Copies.
+
+    def _copy_last_window(self, slot: Slot) -> None:
+        windows = self._table.windows
+        assert windows is not None
+        if slot.window.page_ids[-1] == SINK_PAGE:
+            return
+        windows.reclaim(1)
+        self._copy_last(PoolKind.SWA, windows.pages, slot.window.page_ids)
+
+    def _copy_last(self, kind: PoolKind, pages: PageAllocator, held: list[int]) -> None:
+        """Gives a holder its own copy of its last page, if others hold that too."""
+        source = held[-1]
+        if pages.num_holders(source) == 1:
+            return
+        held[-1:] = pages.allocate(1)
+        try:
+            self._store.copy_pages(kind, [source], held[-1:])
+        finally:
+            pages.release([source])
+
+
+def _continuation(match: Match, num_tokens: int) -> tuple[int, Checkpoint | None]:
+    """The last position, up to `num_tokens`, at which a checkpoint lets the match be continued."""
+    best, found = 0, None
+    for node in match.nodes:
+        for checkpoint in node.checkpoints:
+            position = checkpoint.at(num_tokens)
+            if position > best:
+                best, found = position, checkpoint
+    return best, found
+
+
+def _window_gone(num_tokens: int) -> str:
+    return f"the window before token {num_tokens} is no longer held"
