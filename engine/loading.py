@@ -169,12 +169,12 @@ def _ignore(_: LoadProgress) -> None:
 
 
 def _kv_shape(spec: ModelSpec) -> KvShape:
-    mixer = spec.layers[0].block.mixer
+    kv = spec.kv
     return KvShape(
         num_layers=spec.num_layers - spec.num_window_layers,
-        num_kv_heads=mixer.num_kv_heads,
-        key_dim=mixer.head_dim,
-        value_dim=mixer.head_dim,
+        num_kv_heads=kv.num,
+        key_dim=kv.key_dim,
+        value_dim=kv.value_dim,
         num_window_layers=spec.num_window_layers,
         window=spec.window or 0,
     )

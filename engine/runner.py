@@ -347,16 +347,17 @@ def _step_limits(spec: ModelSpec, config: RunnerConfig) -> StepLimits:
     )
 
 
-def _pool_shape(spec: ModelSpec, config: RunnerConfig) -> tuple[int, int, int, int]:
-    mixer = spec.layers[0].block.mixer
-    units = num_units(spec, config.num_pages, config.num_window_pages)
-    return (units, config.page_tokens, mixer.num_kv_heads, mixer.head_dim)
+def _pool_shapes(spec: ModelSpec, config: RunnerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of keys and of values."""
+    kv, units = spec.kv, num_units(spec, config.num_pages, config.num_window_pages)
+    lead = (units, config.page_tokens, kv.num)
+    return (*lead, kv.key_dim), (*lead, kv.value_dim)
 
 
 def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
-    shape = _pool_shape(spec, config)
     dtype = _KV_DTYPES[config.kv_dtype]
-    return KvPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    keys, values = (jnp.zeros(shape, dtype) for shape in _pool_shapes(spec, config))
+    return KvPool(keys, values)
 
 
 def _first_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
@@ -366,11 +367,12 @@ def _first_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
     except RuntimeError as error:  # what jax's own is, which it leaves untyped
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        shape = _pool_shape(spec, config)
-        needed = 2 * math.prod(shape) * jnp.dtype(_KV_DTYPES[config.kv_dtype]).itemsize
+        shapes = _pool_shapes(spec, config)
+        elements = sum(math.prod(shape) for shape in shapes)
+        needed = elements * jnp.dtype(_KV_DTYPES[config.kv_dtype]).itemsize
         raise InvalidField(
             "context_tokens",
-            f"keys and values of {shape[0]} pages need {needed} bytes, memory is out",
+            f"keys and values of {shapes[0][0]} pages need {needed} bytes, memory is out",
         ) from error
 
 

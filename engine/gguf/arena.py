@@ -7,6 +7,7 @@ Which tensors a model has, and what they mean, is not known here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -33,7 +34,9 @@ class Matrix:
     """Where a matrix lies: the first 64-byte block of each of its planes.
 
     GGUF's orientation: rows are output features (of the embedding: tokens), cols input features.
-    `scales_block` and `offsets_block` are None where the layout has no such plane.
+    `scales_block` and `offsets_block` are None where the layout has no such plane. Of a stack of
+    `count` matrices (a tensor of three dimensions) these are the first one's; the planes of each
+    following one lie `stride_blocks` further on.
     """
 
     name: str
@@ -43,6 +46,19 @@ class Matrix:
     codes_block: int
     scales_block: int | None
     offsets_block: int | None
+    count: int = 1
+    stride_blocks: int = 0
+
+    def member(self, index: int) -> Matrix:
+        """One matrix of a stack."""
+        skip = index * self.stride_blocks
+        return replace(
+            self,
+            codes_block=self.codes_block + skip,
+            scales_block=None if self.scales_block is None else self.scales_block + skip,
+            offsets_block=None if self.offsets_block is None else self.offsets_block + skip,
+            count=1,
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,7 @@ def plan_arena(file: GgufFile, names: Iterable[str], *, tiled: bool = False) -> 
     matrices: dict[str, Matrix] = {}
     next_block = 0
     for name in names:
-        rows, cols = _matrix_shape(file, _find(file, name))
+        count, rows, cols = _stack_shape(file, _find(file, name))
         layout = _matrix_layout(file, _find(file, name))
         if tiled and layout.kind != "dense":
             layout = replace(layout, is_tiled=True)
@@ -94,8 +110,10 @@ def plan_arena(file: GgufFile, names: Iterable[str], *, tiled: bool = False) -> 
             codes_block=next_block,
             scales_block=next_block + codes if scales else None,
             offsets_block=next_block + codes + scales if offsets else None,
+            count=count,
+            stride_blocks=codes + scales + offsets,
         )
-        next_block += codes + scales + offsets
+        next_block += count * (codes + scales + offsets)
     return ArenaPlan(MappingProxyType(matrices), next_block)
 
 
@@ -123,10 +141,11 @@ def build_arena(
     total = sum(file.tensors[name].nbytes for name in plan.matrices)
     done = 0
     for matrix in plan.matrices.values():
-        for piece_bytes in _fill(file, arena.data, matrix):
-            done += piece_bytes
-            if progress is not None:
-                progress(done, total)
+        for index in range(matrix.count):
+            for piece_bytes in _fill(file, arena.data, matrix.member(index), index):
+                done += piece_bytes
+                if progress is not None:
+                    progress(done, total)
     return arena
 
 
@@ -165,10 +184,14 @@ def _unsupported(file: GgufFile, info: TensorInfo, detail: str) -> UnsupportedMo
     return UnsupportedModel(path=file.name, detail=f"tensor {info.name!r} {detail}")
 
 
-def _matrix_shape(file: GgufFile, info: TensorInfo) -> tuple[int, int]:
-    if len(info.shape) != 2:
-        raise _unsupported(file, info, f"has shape {info.shape}, expected (rows, columns)")
-    return info.shape[0], info.shape[1]
+def _stack_shape(file: GgufFile, info: TensorInfo) -> tuple[int, int, int]:
+    """(matrices, rows, columns); a plain matrix is a stack of one."""
+    if len(info.shape) not in (2, 3):
+        raise _unsupported(
+            file, info, f"has shape {info.shape}, expected (rows, columns) or a stack of those"
+        )
+    *count, rows, cols = info.shape
+    return (count[0] if count else 1), rows, cols
 
 
 def _matrix_layout(file: GgufFile, info: TensorInfo) -> Layout:
@@ -190,11 +213,14 @@ def _allocate(plan: ArenaPlan, file_name: str) -> Bytes:
     return memory[start : start + plan.nbytes].reshape(plan.num_blocks, BLOCK_BYTES)
 
 
-def _fill(file: GgufFile, data: Bytes, matrix: Matrix) -> Iterable[int]:
-    """Encodes a matrix in place, yielding the bytes of the file that each piece took."""
+def _fill(file: GgufFile, data: Bytes, matrix: Matrix, index: int) -> Iterable[int]:
+    """Encodes matrix `index` of its tensor, yielding the bytes of the file that each piece took."""
     info = file.tensors[matrix.name]
-    raw = file.raw(matrix.name).reshape(matrix.rows, -1)
-    row_bytes = raw.shape[1]
+    stack = file.raw(matrix.name).reshape(
+        -1, matrix.rows, info.nbytes // math.prod(info.shape[:-1])
+    )
+    raw, row_bytes = stack[index], stack.shape[-1]
+    before = index * matrix.rows * row_bytes
     target = _target(data, matrix)
     step = max(TILE_ROWS, _PIECE_BYTES // row_bytes // TILE_ROWS * TILE_ROWS)
     for first in range(0, matrix.rows, step):
@@ -214,7 +240,7 @@ def _fill(file: GgufFile, data: Bytes, matrix: Matrix) -> Iterable[int]:
         for plane, values in zip(target, piece, strict=True):
             if plane is not None and values is not None:
                 plane[span] = values
-        file.release(matrix.name, first * row_bytes, last * row_bytes)
+        file.release(matrix.name, before + first * row_bytes, before + last * row_bytes)
         yield (last - first) * row_bytes
 
 

@@ -3,8 +3,9 @@
 A matrix is never an array of its own. Programs receive the arena (uint8 [blocks, 64]) and, per
 matrix, the first block of each plane; a stack of L matrices of one shape holds L such offsets, so
 that a scan over layers copies no weight. Stacked matrices may differ in layout: then each product
-selects its layout at run time. A matrix laid out for the native kernels is multiplied by them, any
-other by XLA. This module knows no model.
+selects its layout at run time. A matrix may itself be many of one shape, at equal distances, of
+which each row of the input takes its own (`expert_products`). A matrix laid out for the native
+kernels is multiplied by them, any other by XLA. This module knows no model.
 """
 
 from __future__ import annotations
@@ -17,32 +18,36 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from engine.gguf.arena import Matrix
 from engine.gguf.layouts import Layout
-from engine.kernels import flow, native, xla
+from engine.kernels import expert_groups, flow, native, xla
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["kind", "codes", "scales", "offsets"],
-    meta_fields=["rows", "cols", "layouts", "is_native"],
+    data_fields=["kind", "codes", "scales", "offsets", "stride"],
+    meta_fields=["rows", "cols", "layouts", "count", "is_native"],
 )
 @dataclass(frozen=True)
 class MatrixStack:
     """Offsets of same-shaped matrices: int32 [L] each, or int32 scalars for one matrix.
 
     `kind` indexes `layouts`; `codes`, `scales` and `offsets` are arena block numbers (0 where a
-    layout lacks that plane). `is_native`: the native kernels multiply it.
+    layout lacks that plane). `is_native`: the native kernels multiply it. Where each entry is
+    `count` matrices, these are the first one's, and `stride` is the blocks from one to the next.
     """
 
     kind: jax.Array
     codes: jax.Array
     scales: jax.Array
     offsets: jax.Array
+    stride: jax.Array
     rows: int
     cols: int
     layouts: tuple[Layout, ...]
+    count: int = 1
     is_native: bool = False
 
     @staticmethod
@@ -52,20 +57,28 @@ class MatrixStack:
         Raises:
             ValueError: The shapes differ.
         """
-        shapes = {(m.rows, m.cols) for m in matrices}
+        shapes = {(m.count, m.rows, m.cols) for m in matrices}
         if len(shapes) != 1:
             raise ValueError(f"stacked matrices differ in shape: {sorted(shapes)}")
         layouts = tuple(dict.fromkeys(m.layout for m in matrices))
         table = np.array(
             [
-                [layouts.index(m.layout), m.codes_block, m.scales_block or 0, m.offsets_block or 0]
+                [
+                    layouts.index(m.layout),
+                    m.codes_block,
+                    m.scales_block or 0,
+                    m.offsets_block or 0,
+                    m.stride_blocks,
+                ]
                 for m in matrices
             ],
             np.int32,
         )
-        kind, codes, scales, offsets = (jnp.asarray(column) for column in table.T)
-        ((rows, cols),) = shapes
-        return MatrixStack(kind, codes, scales, offsets, rows, cols, layouts, is_native)
+        kind, codes, scales, offsets, stride = (jnp.asarray(column) for column in table.T)
+        ((count, rows, cols),) = shapes
+        return MatrixStack(
+            kind, codes, scales, offsets, stride, rows, cols, layouts, count, is_native
+        )
 
     def single(self) -> MatrixStack:
         """The only matrix of a stack of one, as scalars."""
@@ -75,6 +88,7 @@ class MatrixStack:
             codes=self.codes[0],
             scales=self.scales[0],
             offsets=self.offsets[0],
+            stride=self.stride[0],
         )
 
     @property
@@ -109,6 +123,61 @@ def qmatmuls(arena: jax.Array, matrices: Sequence[MatrixStack], x: jax.Array) ->
 def qmatmul(arena: jax.Array, matrix: MatrixStack, x: jax.Array) -> jax.Array:
     """Returns `x @ W.T` for one matrix, see `qmatmuls`."""
     return qmatmuls(arena, [matrix], x)[0]
+
+
+def expert_products(
+    arena: jax.Array, stacks: Sequence[MatrixStack], x: jax.Array, ids: jax.Array
+) -> list[jax.Array]:
+    """Multiplies each row by matrices of its own: `x[n] @ W[ids[n, k]].T`, for several stacks.
+
+    Only the matrices that some row names are read.
+
+    Args:
+        arena: uint8 [blocks, 64].
+        stacks: Single entries (scalar offsets) of the same `count` and `cols`.
+        x: f32 [N, cols].
+        ids: int32 [N, K], in range.
+
+    Returns:
+        f32 [N, K, rows] each.
+    """
+    num, used = ids.shape
+    if all(stack.is_native for stack in stacks):
+        layouts: list[Layout] = []
+        entries: list[jax.Array] = []
+        for stack in stacks:
+            entries.append(jnp.stack([stack.kind + len(layouts), *stack.planes, stack.stride]))
+            layouts += stack.layouts
+        rows = [stack.rows for stack in stacks]
+        table = jnp.stack(entries)
+        y = native.expert_products(arena, table, x, ids, rows, layouts, stacks[0].count)
+        parts = jnp.split(y, np.cumsum(rows)[:-1].tolist(), axis=-1)
+    else:
+        grouping = expert_groups.group(ids.reshape(-1), stacks[0].count)
+        grouped = grouping.gather(jnp.repeat(x, used, axis=0))
+        parts = [_grouped_product(arena, stack, grouping, grouped) for stack in stacks]
+    return [part.reshape(num, used, -1) for part in parts]
+
+
+def _grouped_product(
+    arena: jax.Array, stack: MatrixStack, grouping: expert_groups.Grouping, x: jax.Array
+) -> jax.Array:
+    """The product of rows in `grouping`'s order, put back into the order of its pairs."""
+    size = grouping.block_rows
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        skip = grouping.block_expert[i] * stack.stride
+        one = dataclasses.replace(
+            stack,
+            codes=stack.codes + skip,
+            scales=stack.scales + skip,
+            offsets=stack.offsets + skip,
+        )
+        own = lax.dynamic_slice_in_dim(x, i * size, size)
+        return lax.dynamic_update_slice_in_dim(out, _xla_product(arena, one, own), i * size, axis=0)
+
+    start = jnp.zeros((x.shape[0], stack.rows), jnp.float32)
+    return grouping.scatter(flow.fori_loop(0, grouping.num_blocks, body, start))
 
 
 def gather_rows(arena: jax.Array, matrix: MatrixStack, row_ids: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from engine.adapters.content import EMBEDDING, NUMBERS, AdapterContent, Pair, as
 from engine.errors import InvalidField
 from engine.kernels.lora import Bank
 from engine.model.spec import ModelSpec
-from engine.model.weights import expected_shapes, global_matrices
+from engine.model.tensors import expected_shapes, global_matrices
 
 _Key = tuple[int, str]
 _GLOBAL = -1
@@ -48,7 +48,7 @@ def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return {
         name: (shape[0], shape[1])
         for name, shape in expected_shapes(spec).items()
-        if len(shape) == 2
+        if len(shape) == 2 and name.endswith(".weight")
     }
 
 

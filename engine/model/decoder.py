@@ -22,9 +22,20 @@ from engine.model.attention import KvPool
 from engine.model.context import Context, StepInputs, vector
 from engine.model.ffn import dense_ffn
 from engine.model.grouped_query import grouped_query_attention
+from engine.model.latent import latent_attention
+from engine.model.moe import moe_ffn
 from engine.model.place import Place
 from engine.model.rope import angles
-from engine.model.spec import BlockSpec, ModelSpec
+from engine.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    DenseFfnSpec,
+    Ffn,
+    LatentAttentionSpec,
+    Mixer,
+    ModelSpec,
+    MoeFfnSpec,
+)
 from engine.model.weights import LayerArrays, Weights
 
 
@@ -112,13 +123,13 @@ def _run(
         context = replace(shared, layer=index)
         with jax.named_scope("mixer"):
             y = context.norm(x, vector(own, "attn_norm.weight")) if block.has_pre_norms else x
-            y, pool = grouped_query_attention(context, block.mixer, own, place, y, pool)
+            y, pool = _mix(context, block.mixer, own, place, y, pool)
             if block.has_post_norms:
                 y = context.norm(y, vector(own, "post_attention_norm.weight"))
             x = x + y
         with jax.named_scope("ffn"):
-            y = context.norm(x, vector(own, "ffn_norm.weight")) if block.has_pre_norms else x
-            y = dense_ffn(context, block.ffn, own, y)
+            y = context.norm(x, vector(own, block.ffn_norm)) if block.has_pre_norms else x
+            y = _feed_forward(context, block.ffn, own, y)
             if block.has_post_norms:
                 y = context.norm(y, vector(own, "post_ffw_norm.weight"))
             x = x + y
@@ -126,6 +137,24 @@ def _run(
 
     layers = jnp.arange(places.kind.shape[0], dtype=jnp.int32)
     return flow.scan(layer, (x, pool), (arrays, places, layers))
+
+
+def _mix(
+    context: Context, mixer: Mixer, own: LayerArrays, place: Place, x: jax.Array, pool: KvPool
+) -> tuple[jax.Array, KvPool]:
+    match mixer:
+        case AttentionSpec():
+            return grouped_query_attention(context, mixer, own, place, x, pool)
+        case LatentAttentionSpec():
+            return latent_attention(context, mixer, own, place, x, pool)
+
+
+def _feed_forward(context: Context, ffn: Ffn, own: LayerArrays, x: jax.Array) -> jax.Array:
+    match ffn:
+        case DenseFfnSpec():
+            return dense_ffn(context, ffn, own, x)
+        case MoeFfnSpec():
+            return moe_ffn(context, ffn, own, x)
 
 
 def _soft_capped(x: jax.Array, cap: float) -> jax.Array:

@@ -9,18 +9,33 @@ from engine.model.context import Context
 from engine.model.spec import Activation, DenseFfnSpec
 from engine.model.weights import LayerArrays
 
+# Source: OpenAI 2025 (gpt-oss); llama.cpp's swiglu_oai.
+_SWIGLU_LIMIT = 7.0
+_SWIGLU_SLOPE = 1.702
 
-def dense_ffn(context: Context, ffn: DenseFfnSpec, own: LayerArrays, x: jax.Array) -> jax.Array:
-    """Returns `down(activation(gate(x)) * up(x))` of f32 [N, width]."""
+
+def dense_ffn(
+    context: Context, ffn: DenseFfnSpec, own: LayerArrays, x: jax.Array, suffix: str = ""
+) -> jax.Array:
+    """Returns `down(activation(gate(x)) * up(x))` of f32 [N, width].
+
+    `suffix` ends the names of the matrices.
+    """
     if ffn.is_fused:
-        gate, up = jnp.split(context.linear(own, "ffn_up", x, ffn.biases), 2, axis=-1)
+        gate, up = jnp.split(context.linear(own, f"ffn_up{suffix}", x, ffn.biases), 2, axis=-1)
     else:
-        gate, up = context.linears(own, ("ffn_gate", "ffn_up"), x, ffn.biases)
-    return context.linear(own, "ffn_down", gated(ffn.activation, gate, up), ffn.biases)
+        names = (f"ffn_gate{suffix}", f"ffn_up{suffix}")
+        gate, up = context.linears(own, names, x, ffn.biases)
+    inner = gated(ffn.activation, gate, up)
+    return context.linear(own, f"ffn_down{suffix}", inner, ffn.biases)
 
 
 def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns `activation(gate) * up`."""
+    """Returns `activation(gate) * up`, see `Activation`."""
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate = jnp.minimum(gate, _SWIGLU_LIMIT)
+        up = jnp.clip(up, -_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1.0
+        return gate * jax.nn.sigmoid(_SWIGLU_SLOPE * gate) * up
     if activation is Activation.GELU:
         return jax.nn.gelu(gate, approximate=True) * up
     return jax.nn.silu(gate) * up

@@ -33,6 +33,7 @@ def grouped_query_attention(
         values,
         rows_of(context, place),
         place.window,
+        vector(own, "attn_sinks.weight") if mixer.has_sinks else None,
         num_decodes=context.num_decodes,
         is_native=context.weights.is_native,
     )

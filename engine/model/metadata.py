@@ -72,6 +72,10 @@ class ArchitectureKeys:
         """A string. Raises ModelFileError like `uint`."""
         return self.file.metadata.get_str(self._key(suffix), default)
 
+    def flag(self, suffix: str, default: bool | None = None) -> bool:
+        """A bool. Raises ModelFileError like `uint`."""
+        return self.file.metadata.get_bool(self._key(suffix), default)
+
     def flags(self, suffix: str, count: int) -> tuple[bool, ...] | None:
         """One flag per layer where the file has an array; None where it has none or one value.
 

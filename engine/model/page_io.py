@@ -131,7 +131,7 @@ class PageIo:
         program = self._programs["write", kind]
         written: KvPool = program(pool, self._first_units[kind], ids, keys, values)
         # The host's arrays may be read until the program has run.
-        written.values.block_until_ready()
+        jax.block_until_ready((written.keys, written.values))
         return written
 
     def copy(

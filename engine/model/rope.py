@@ -8,8 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from engine.model.spec import RopePairing, RopeSpec
+
+_LEAST_RAMP = 1e-3  # pairs; a ramp of no length is a step
 
 
 def angles(
@@ -20,11 +23,22 @@ def angles(
     `factors` is f32 [dims // 2] and divides the frequencies.
     """
     exponents = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
-    frequencies = jnp.asarray((rope.position_scale * rope.base**-exponents).astype(np.float32))
+    scaled = _position_scales(rope) * rope.base**-exponents
+    frequencies = jnp.asarray(scaled.astype(np.float32))
     if factors is not None:
         frequencies = frequencies / factors
     theta = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(theta) * rope.magnitude, jnp.sin(theta) * rope.magnitude
+
+
+def _position_scales(rope: RopeSpec) -> npt.NDArray[np.float64]:
+    """What multiplies the positions of each pair, [dims // 2]."""
+    if rope.yarn_ramp is None:
+        return np.full(rope.dims // 2, rope.position_scale)
+    low, high = rope.yarn_ramp
+    part = (np.arange(rope.dims // 2) - low) / max(_LEAST_RAMP, high - low)
+    scaled = np.clip(part, 0.0, 1.0)
+    return scaled * rope.position_scale + (1.0 - scaled)
 
 
 def rotate(pairing: RopePairing, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -26,8 +26,11 @@ class RopeSpec:
     The angle of pair i at position p is `p * position_scale * base**(-2i/dims) / factors[i]`, and
     the rotated part is multiplied by `magnitude`. `factors` names a tensor of the file ("" for
     none); past a context of `short_context` tokens (0: never) `long_factors` takes its place.
+    With `yarn_ramp` (low, high), pairs up to `low` turn as if `position_scale` were 1, those from
+    `high` on with it, and between them the two mix in proportion.
 
-    Source: Su et al. 2021 (RoFormer); Ding et al. 2024 (LongRoPE); GGUF `rope.*` keys.
+    Source: Su et al. 2021 (RoFormer); Ding et al. 2024 (LongRoPE); Peng et al. 2023 (YaRN); GGUF
+    `rope.*` keys.
     """
 
     pairing: RopePairing
@@ -38,6 +41,19 @@ class RopeSpec:
     factors: str = ""
     long_factors: str = ""
     short_context: int = 0
+    yarn_ramp: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class KvHeads:
+    """What attention keeps of a token in a layer: `num` keys and as many values.
+
+    A `value_dim` of 0 means that the values are the first components of the keys.
+    """
+
+    num: int
+    key_dim: int
+    value_dim: int
 
 
 class QkNorm(Enum):
@@ -54,7 +70,8 @@ class AttentionSpec:
 
     `scale` multiplies the scores, then `soft_cap` c > 0 bounds them as `c * tanh(score / c)`.
     Biases are named by matrix, because files have any subset of them. `is_fused`: one matrix
-    `attn_qkv` holds the rows of queries, keys and values.
+    `attn_qkv` holds the rows of queries, keys and values. `has_sinks`: each head has one more
+    score, `attn_sinks`, which takes its share of the weights and has no value.
     """
 
     num_heads: int
@@ -65,13 +82,80 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     soft_cap: float = 0.0
     is_fused: bool = False
+    has_sinks: bool = False
+
+    @property
+    def kv(self) -> KvHeads:
+        """What it keeps of a token."""
+        return KvHeads(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def mixed_dim(self) -> int:
+        """Components of each head's result."""
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention: keys and values of all heads come from one vector of a token.
+
+    `attn_kv_a_mqa` gives that vector, `latent_dim` long and then normalised, and one key part of
+    `rope_dim` components that all heads share. A head's query has `nope_dim` components for its own
+    key part, then `rope_dim` rotated ones. `query_rank` > 0: queries pass through a normalised
+    vector of that length.
+
+    If `is_absorbed`, `attn_k_b` takes queries to the latent vector and `attn_v_b` takes mixed latent
+    vectors to values of `value_dim`, so one vector per token is kept. Else `attn_kv_b` makes keys
+    and values of every head, and those are kept.
+
+    Source: DeepSeek-AI 2024 (DeepSeek-V2).
+    """
+
+    num_heads: int
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    query_rank: int = 0
+    is_absorbed: bool = True
+
+    @property
+    def key_dim(self) -> int:
+        """Components of a head's query and, made out of the latent vector, of its key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def soft_cap(self) -> float:
+        """Scores are not bounded."""
+        return 0.0
+
+    @property
+    def kv(self) -> KvHeads:
+        """What it keeps of a token."""
+        if self.is_absorbed:
+            return KvHeads(1, self.latent_dim + self.rope_dim, 0)
+        return KvHeads(self.num_heads, self.key_dim, self.value_dim)
+
+    @property
+    def mixed_dim(self) -> int:
+        """Components of each head's result, before `attn_v_b`."""
+        return self.latent_dim if self.is_absorbed else self.value_dim
+
+
+Mixer = AttentionSpec | LatentAttentionSpec
 
 
 class Activation(Enum):
-    """The non-linearity of a gated feed-forward; GELU is the tanh form."""
+    """The non-linearity of a gated feed-forward; GELU is the tanh form.
+
+    CLAMPED_SWIGLU bounds the gate from above and the other input on both sides, and adds 1 to the
+    latter.
+    """
 
     SILU = "silu"
     GELU = "gelu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True)
@@ -89,14 +173,73 @@ class DenseFfnSpec:
     is_fused: bool = False
 
 
+class Gating(Enum):
+    """How a router's logits become scores: by softmax, each alone, or softmax of the chosen."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    CHOSEN_SOFTMAX = "chosen_softmax"
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Which experts a token goes to, and with what weights.
+
+    The best `num_used` scores win, ties by lower number; `has_selection_bias` adds `exp_probs_b` for
+    this choice alone. Of several groups of experts only the best `num_groups_used` take part, by
+    the sum of their two best. The weights are the scores of the chosen; `normalises` divides them
+    by their sum, and then `scale` multiplies them. `has_bias`: the logits have one.
+
+    Source: Shazeer et al. 2017; DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.
+    """
+
+    num_experts: int
+    num_used: int
+    gating: Gating
+    normalises: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    num_groups_used: int = 1
+    has_bias: bool = False
+    has_selection_bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoeFfnSpec:
+    """The weighted sum of a few experts, which are dense feed-forwards, and of a shared one.
+
+    `hidden` is an expert's, `biases` names stacks of matrices; `is_fused`: `ffn_gate_up_exps` holds
+    the rows of each gate, then those of up. `shared` runs for every token, unweighted.
+    """
+
+    router: RouterSpec
+    hidden: int
+    activation: Activation
+    biases: frozenset[str] = frozenset()
+    is_fused: bool = False
+    shared: DenseFfnSpec | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The stacks that are multiplied by the block's input."""
+        return ("ffn_gate_up_exps",) if self.is_fused else ("ffn_gate_exps", "ffn_up_exps")
+
+
+Ffn = DenseFfnSpec | MoeFfnSpec
+
+
 @dataclass(frozen=True)
 class BlockSpec:
-    """`x += post(mixer(pre(x)))`, then the same with the feed-forward; the norms are RMS norms."""
+    """`x += post(mixer(pre(x)))`, then the same with the feed-forward; the norms are RMS norms.
 
-    mixer: AttentionSpec
-    ffn: DenseFfnSpec
+    `ffn_norm` is what the file calls the one before the feed-forward.
+    """
+
+    mixer: Mixer
+    ffn: Ffn
     has_pre_norms: bool = True
     has_post_norms: bool = False
+    ffn_norm: str = "ffn_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -135,6 +278,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Number of blocks."""
         return len(self.layers)
+
+    @property
+    def kv(self) -> KvHeads:
+        """What a token keeps per layer, the same in all of them."""
+        return self.layers[0].block.mixer.kv
 
     @property
     def num_window_layers(self) -> int:

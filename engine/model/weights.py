@@ -13,11 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.errors import UnsupportedModel
 from engine.gguf.arena import Arena, Progress, build_arena, read_vectors
 from engine.gguf.reader import GgufFile
 from engine.kernels.qmatmul import MatrixStack
-from engine.model.spec import BlockSpec, ModelSpec, QkNorm
+from engine.model.spec import BlockSpec, ModelSpec
+from engine.model.tensors import (
+    block_matrices,
+    block_tables,
+    block_vectors,
+    check_tensors,
+    expected_shapes,
+    global_matrices,
+    global_vectors,
+)
 
 LayerArrays = Mapping[str, MatrixStack | jax.Array]
 
@@ -33,102 +41,13 @@ class Weights:
 
     `runs` has one entry per run of equal blocks (`ModelSpec.runs`): name to a stack of L matrices
     or f32 [L, n] vectors. `globals` holds the embedding, the head and vectors that belong to no
-    layer. Matrices are named as in the file without `.weight`, vectors as in the file.
+    layer. Names are those of `engine.model.tensors`.
     """
 
     arena: jax.Array
     runs: tuple[LayerArrays, ...]
     globals: LayerArrays
     is_native: bool = False
-
-
-def block_matrices(block: BlockSpec, width: int) -> dict[str, tuple[int, int]]:
-    """The matrices of a block: name to (rows, cols)."""
-    mixer, ffn = block.mixer, block.ffn
-    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    found: dict[str, tuple[int, int]] = {}
-    if mixer.is_fused:
-        found["attn_qkv"] = (queries + 2 * keys, width)
-    else:
-        found |= {"attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width)}
-    found["attn_output"] = (width, queries)
-    if ffn.is_fused:
-        found["ffn_up"] = (2 * ffn.hidden, width)
-    else:
-        found |= {"ffn_gate": (ffn.hidden, width), "ffn_up": (ffn.hidden, width)}
-    found["ffn_down"] = (width, ffn.hidden)
-    return found
-
-
-def block_vectors(block: BlockSpec, width: int) -> dict[str, int]:
-    """The vectors of a block: file name to length."""
-    mixer = block.mixer
-    rows = {name: shape[0] for name, shape in block_matrices(block, width).items()}
-    found = {f"{name}.bias": rows[name] for name in mixer.biases | block.ffn.biases}
-    if block.has_pre_norms:
-        found |= {"attn_norm.weight": width, "ffn_norm.weight": width}
-    if block.has_post_norms:
-        found |= {"post_attention_norm.weight": width, "post_ffw_norm.weight": width}
-    if mixer.qk_norm is not QkNorm.NONE:
-        per_head = mixer.qk_norm is QkNorm.HEAD
-        found["attn_q_norm.weight"] = mixer.head_dim * (1 if per_head else mixer.num_heads)
-        found["attn_k_norm.weight"] = mixer.head_dim * (1 if per_head else mixer.num_kv_heads)
-    return found
-
-
-def global_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The matrices outside the layers: name to (rows, cols)."""
-    names = ["token_embd"] if spec.tied_head else ["token_embd", "output"]
-    return dict.fromkeys(names, (spec.vocab_size, spec.width))
-
-
-def global_vectors(spec: ModelSpec) -> dict[str, int]:
-    """The vectors outside the layers: file name to length."""
-    found = {"output_norm.weight": spec.width}
-    if spec.has_head_bias:
-        found["output.bias"] = spec.vocab_size
-    for rope in spec.ropes:
-        for name in filter(None, (rope.factors, rope.long_factors)):
-            found[name] = rope.dims // 2
-    return found
-
-
-def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the file must hold, by its full name, outermost dimension first."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in global_matrices(spec).items():
-        shapes[f"{name}.weight"] = shape
-    for name, length in global_vectors(spec).items():
-        shapes[name] = (length,)
-    for i, layer in enumerate(spec.layers):
-        for name, shape in block_matrices(layer.block, spec.width).items():
-            shapes[f"blk.{i}.{name}.weight"] = shape
-        for name, length in block_vectors(layer.block, spec.width).items():
-            shapes[f"blk.{i}.{name}"] = (length,)
-    return shapes
-
-
-def check_tensors(spec: ModelSpec, file: GgufFile) -> None:
-    """Checks that the file holds exactly what the spec reads.
-
-    Raises:
-        UnsupportedModel: A tensor is missing, has another shape, or would be ignored.
-    """
-    expected = expected_shapes(spec)
-    for name, shape in expected.items():
-        tensor = file.tensors.get(name)
-        if tensor is None:
-            raise UnsupportedModel(file.name, f"tensor {name} is missing")
-        if tuple(tensor.shape) != shape:
-            raise UnsupportedModel(
-                file.name, f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}"
-            )
-    if unknown := sorted(set(file.tensors) - set(expected)):
-        raise UnsupportedModel(
-            file.name,
-            f"tensor {unknown[0]} is not part of a {spec.architecture} model as this build "
-            f"understands it ({len(unknown)} such tensors)",
-        )
 
 
 def load_weights(
@@ -147,7 +66,7 @@ def load_weights(
     check_tensors(spec, file)
     shapes = expected_shapes(spec)
     arena = build_arena(
-        file, [n for n, s in shapes.items() if len(s) == 2], progress, tiled=is_native
+        file, [n for n, s in shapes.items() if len(s) > 1], progress, tiled=is_native
     )
     vectors = read_vectors(file, [n for n, s in shapes.items() if len(s) == 1])
     runs = tuple(
@@ -172,11 +91,13 @@ def _run_arrays(
     is_native: bool,
 ) -> LayerArrays:
     layers = range(first, first + count)
+    in_file = {name: f"{name}.weight" for name in block_matrices(block, spec.width)}
+    in_file |= {name: name for name in block_tables(block, spec.width)}
     arrays: dict[str, MatrixStack | jax.Array] = {
         name: MatrixStack.of(
-            [arena.matrices[f"blk.{i}.{name}.weight"] for i in layers], is_native=is_native
+            [arena.matrices[f"blk.{i}.{full_name}"] for i in layers], is_native=is_native
         )
-        for name in block_matrices(block, spec.width)
+        for name, full_name in in_file.items()
     }
     for name in block_vectors(block, spec.width):
         arrays[name] = jnp.asarray(np.stack([vectors[f"blk.{i}.{name}"] for i in layers]))

@@ -25,6 +25,8 @@ _TARGETS = (
     "kvarts_qmatmul",
     "kvarts_gather",
     "kvarts_norm",
+    "kvarts_expert_products",
+    "kvarts_route",
     "kvarts_attend_f16",
     "kvarts_attend_f32",
     "kvarts_adapt",
@@ -32,6 +34,7 @@ _TARGETS = (
 )
 # Numbers of kernels.h.
 _KINDS = {"dense": 0, "q8": 1, "q4": 2}
+_GATINGS = {"softmax": 0, "sigmoid": 1, "chosen_softmax": 2}
 _NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
 
 
@@ -106,7 +109,9 @@ def attend(
     offsets: jax.Array,
     tables: jax.Array,
     window: jax.Array,
+    sinks: jax.Array | None,
     *,
+    mixed_dim: int,
     num_decodes: int,
     scale: float,
     soft_cap: float,
@@ -114,25 +119,29 @@ def attend(
     """Stores a step's keys and values in the pool, in place, and attends all its tokens.
 
     Args:
-        pool: Keys and values, f16 or f32 [units, page, kv_heads, head_dim]; donated.
-        queries: f32 [N, heads, head_dim], rotated.
-        keys: f32 [N, kv_heads, head_dim], rotated.
-        values: f32 [N, kv_heads, head_dim].
+        pool: Keys and values, f16 or f32 [units, page, kv_heads, dim]; donated. With values of no
+            dimension the first `mixed_dim` components of the keys are the values.
+        queries: f32 [N, heads, key_dim], rotated.
+        keys: f32 [N, kv_heads, key_dim], rotated.
+        values: f32 [N, kv_heads, value_dim].
         positions: int32 [N], -1 for padding, whose result is 0.
         units: int32 [N], where each token is stored.
         offsets: int32 [N], its place in that page.
         tables: int32 [R, W]: of each decode row, then of the chunk.
         window: int32 scalar, how many tokens a query sees.
+        sinks: f32 [heads], one more score of each head, without a value.
+        mixed_dim: Components of a head's result.
         num_decodes: Tokens before the chunk.
         scale: Multiplies the scores.
         soft_cap: Bounds them, if above 0.
 
     Returns:
-        f32 [N, heads, head_dim] and the pool.
+        f32 [N, heads, mixed_dim] and the pool.
     """
     target = "kvarts_attend_f16" if pool[0].dtype == jnp.float16 else "kvarts_attend_f32"
-    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (queries, *pool)]
-    call = jax.ffi.ffi_call(target, results, input_output_aliases={8: 1, 9: 2})
+    mixed_shape = jax.ShapeDtypeStruct((*queries.shape[:2], mixed_dim), jnp.float32)
+    results = [mixed_shape, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pool)]
+    call = jax.ffi.ffi_call(target, results, input_output_aliases={9: 1, 10: 2})
     mixed, pool_keys, pool_values = call(
         queries,
         keys,
@@ -142,12 +151,85 @@ def attend(
         offsets,
         tables,
         window,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks,
         *pool,
         num_decodes=np.int64(num_decodes),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap),
     )
     return mixed, pool_keys, pool_values
+
+
+def expert_products(
+    arena: jax.Array,
+    table: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    rows: Sequence[int],
+    layouts: Sequence[Layout],
+    count: int,
+) -> jax.Array:
+    """Returns the product of each row with matrices of its own, f32 [N * K, sum(rows)].
+
+    Args:
+        arena: uint8 [blocks, 64].
+        table: int32 [stacks, 5]: index into `layouts`, blocks of codes, scales and offsets of the
+            first matrix, and the blocks from one matrix to the next.
+        x: f32 [N, cols].
+        ids: int32 [N, K]: row n is multiplied by matrices ids[n] of each stack.
+        rows: Of a matrix of each stack.
+        layouts: Those that the stacks may have.
+        count: Matrices in each stack.
+    """
+    result = jax.ShapeDtypeStruct((ids.size, sum(rows)), jnp.float32)
+    call = jax.ffi.ffi_call("kvarts_expert_products", result)
+    described = _described(layouts)
+    return call(
+        arena,
+        table,
+        x,
+        ids,
+        rows=np.array(rows, np.int64),
+        layouts=described,
+        count=np.int64(count),
+    )
+
+
+def route(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    *,
+    num_used: int,
+    gating: str,
+    normalises: bool,
+    scale: float,
+    num_groups: int,
+    num_groups_used: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts: ids int32 [N, num_used] and weights f32 [N, num_used], the best first.
+
+    Args:
+        logits: f32 [N, experts].
+        bias: f32 [experts], added to the scores for the choice alone.
+        num_used: Experts per row.
+        gating: Of scores: "softmax", "sigmoid", or "chosen_softmax" (of the chosen logits).
+        normalises: Divide the weights by their sum, which counts as 2^-14 at least.
+        scale: Multiplies the weights.
+        num_groups: Groups of neighbouring experts.
+        num_groups_used: The groups, by the sum of their two best, that experts come from.
+    """
+    shape = (logits.shape[0], num_used)
+    results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
+    ids, weights = jax.ffi.ffi_call("kvarts_route", results)(
+        logits,
+        jnp.zeros(0, jnp.float32) if bias is None else bias,
+        gating=np.int64(_GATINGS[gating]),
+        normalises=np.int64(normalises),
+        scale=np.float32(scale),
+        num_groups=np.int64(num_groups),
+        num_groups_used=np.int64(num_groups_used),
+    )
+    return ids, weights
 
 
 def _described(layouts: Sequence[Layout]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -72,16 +72,14 @@ inline void to_half(const float* from, uint16_t* to, int64_t count) {
 
 // Stores keys and values of tokens [first, end) in the pool.
 inline void store_tokens(const Attention& a, int64_t first, int64_t end) {
-  const int64_t size = a.num_kv_heads * a.dim;
-  for (int64_t n = first; n < end; ++n) {
+  const auto store_one = [&](const float* from, void* pool, int64_t n, int64_t size) {
     const int64_t at = ((int64_t)a.units[n] * a.page_tokens + a.offsets[n]) * size;
-    if (a.is_half) {
-      to_half(a.keys + n * size, (uint16_t*)a.pool_keys + at, size);
-      to_half(a.values + n * size, (uint16_t*)a.pool_values + at, size);
-    } else {
-      std::memcpy((float*)a.pool_keys + at, a.keys + n * size, size * 4);
-      std::memcpy((float*)a.pool_values + at, a.values + n * size, size * 4);
-    }
+    if (a.is_half) to_half(from + n * size, (uint16_t*)pool + at, size);
+    else std::memcpy((float*)pool + at, from + n * size, size * 4);
+  };
+  for (int64_t n = first; n < end; ++n) {
+    store_one(a.keys, a.pool_keys, n, a.num_kv_heads * a.key_dim);
+    if (a.value_dim) store_one(a.values, a.pool_values, n, a.num_kv_heads * a.value_dim);
   }
 }
 
@@ -141,46 +139,47 @@ inline void merge(const Seen& seen, const Seen& later, int64_t num_queries, int6
 // Keys [begin, stop) of a block of kKeys positions that starts at `start`, for one K/V head.
 struct Block {
   int64_t start, begin, stop;
-  float* keys;    // [dim padded to 16, kKeys]: of one dimension after another
-  float* values;  // [kKeys, padded]
+  float* keys;    // [key_dim padded to 16, kKeys]: of one dimension after another
+  float* values;  // [kKeys, mixed_dim padded to 16]
 };
 
 inline F32 load_held(const Attention& a, const void* from, int64_t i) {
   return a.is_half ? load_f16((const uint16_t*)from + i) : load<F32>((const float*)from + i);
 }
 
-// One row of the pool, widened; `to` is [padded] and what lies behind `dim` becomes 0.
-inline void read_row(const Attention& a, const void* from, float* to, int64_t padded) {
+// `dim` values of the pool, widened; `to` is [padded] and what lies behind them becomes 0.
+inline void read_row(const Attention& a, const void* from, int64_t dim, float* to, int64_t padded) {
   int64_t i = 0;
-  for (; i + kLanes <= a.dim; i += kLanes) store(to + i, load_held(a, from, i));
-  for (; i < a.dim; ++i) to[i] = a.is_half ? half_to_float(((const uint16_t*)from)[i]) : ((const float*)from)[i];
+  for (; i + kLanes <= dim; i += kLanes) store(to + i, load_held(a, from, i));
+  for (; i < dim; ++i) to[i] = a.is_half ? half_to_float(((const uint16_t*)from)[i]) : ((const float*)from)[i];
   for (; i < padded; ++i) to[i] = 0;
 }
 
-// `row` has room for one padded row.
+// `row` has room for one padded key.
 inline void read_block(const Attention& a, const int32_t* table, int64_t kv_head, const Block& block, float* row,
-                       int64_t padded) {
-  const int64_t size = a.is_half ? 2 : 4;
+                       int64_t key_padded, int64_t padded) {
+  const int64_t size = a.is_half ? 2 : 4, key_size = a.key_dim * size, value_size = a.value_dim * size;
   const void* keys[kKeys];
   for (int64_t k = block.begin; k < block.stop;) {
     const int64_t page = k / a.page_tokens, end = std::min(block.stop, (page + 1) * a.page_tokens);
-    int64_t at = (((int64_t)table[page] * a.page_tokens + k % a.page_tokens) * a.num_kv_heads + kv_head) * a.dim * size;
-    for (; k < end; ++k, at += a.num_kv_heads * a.dim * size) {
-      keys[k - block.start] = (const char*)a.pool_keys + at;
-      read_row(a, (const char*)a.pool_values + at, block.values + (k - block.start) * padded, padded);
+    int64_t at = ((int64_t)table[page] * a.page_tokens + k % a.page_tokens) * a.num_kv_heads + kv_head;
+    for (; k < end; ++k, at += a.num_kv_heads) {
+      const void* key = keys[k - block.start] = (const char*)a.pool_keys + at * key_size;
+      const void* value = a.value_dim ? (const char*)a.pool_values + at * value_size : key;
+      read_row(a, value, a.mixed_dim, block.values + (k - block.start) * padded, padded);
     }
   }
-  const bool is_whole = a.dim == padded;
+  const bool is_whole = a.key_dim == key_padded;
   for (int64_t first = (block.begin - block.start) / 16 * 16; first < block.stop - block.start; first += 16) {
-    for (int64_t i = 0; i < padded; i += 16) {
+    for (int64_t i = 0; i < key_padded; i += 16) {
       F32 rows[16][kParts16];
       for (int64_t k = 0; k < 16; ++k) {
         const int64_t at = block.start + first + k;
         const bool is_held = at >= block.begin && at < block.stop;
-        if (is_held && !is_whole && i + 16 > a.dim) read_row(a, keys[first + k], row, padded);
+        if (is_held && !is_whole && i + 16 > a.key_dim) read_row(a, keys[first + k], a.key_dim, row, key_padded);
         for (int p = 0; p < kParts16; ++p) {
           if (!is_held) rows[k][p] = F32{};
-          else if (is_whole || i + 16 <= a.dim) rows[k][p] = load_held(a, keys[first + k], i + p * kLanes);
+          else if (is_whole || i + 16 <= a.key_dim) rows[k][p] = load_held(a, keys[first + k], i + p * kLanes);
           else rows[k][p] = load<F32>(row + i + p * kLanes);
         }
       }
@@ -298,7 +297,7 @@ inline void attend_block(const Attention& a, const Block& block, const Range* ra
   if (any.from >= any.to) return;
   if (common.from >= common.to) common = {kKeys, kKeys};
   float scores[Q][kKeys];
-  block_scores<Q>(queries, a.dim, block.keys, scores);
+  block_scores<Q>(queries, a.key_dim, block.keys, scores);
   for (int q = 0; q < Q; ++q) {
     const Range own = ranges[q];
     if (own.from >= own.to) continue;
@@ -328,7 +327,7 @@ inline void attend_rest(int64_t count, const Attention& a, const Block& block, c
 // Tokens [first, end) of one row, which share one K/V head: their queries, and memory to work in.
 struct Unit {
   const Attention& a;
-  int64_t first, end, kv_head, group, num_queries, padded;
+  int64_t first, end, kv_head, group, num_queries, key_padded, padded;
   const int32_t* table;
   int64_t low, latest;  // the keys that any of them sees
   float *keys, *values, *row, *queries;
@@ -337,7 +336,8 @@ struct Unit {
 
   Unit(const Attention& attention, int64_t row_first, int64_t row_end, const int32_t* row_table, int64_t head)
       : a(attention), first(row_first), end(row_end), kv_head(head), group(a.num_heads / a.num_kv_heads),
-        num_queries((end - first) * group), padded((a.dim + 15) / 16 * 16), table(row_table), low(0), latest(-1) {
+        num_queries((end - first) * group), key_padded((a.key_dim + 15) / 16 * 16), padded((a.mixed_dim + 15) / 16 * 16),
+        table(row_table), low(0), latest(-1) {
     int64_t earliest = INT64_MAX;
     for (int64_t n = first; n < end; ++n) {
       if (a.positions[n] < 0) continue;
@@ -349,24 +349,32 @@ struct Unit {
 
   // False if memory is out.
   bool prepare(Scratch& scratch) {
-    const int64_t sizes = 2 * kKeys * padded + padded + num_queries * (a.dim + 2 * padded + 4 + 4);
+    const int64_t sizes = kKeys * (key_padded + padded) + key_padded + num_queries * (a.key_dim + 2 * padded + 4 + 4);
     float* at = scratch.floats(sizes);
     if (!at) return false;
     const auto take = [&](int64_t count) { return std::exchange(at, at + count); };
     ranges = (Range*)take(num_queries * sizeof(Range) / sizeof(float));
-    keys = take(kKeys * padded);
+    keys = take(kKeys * key_padded);
     values = take(kKeys * padded);
-    row = take(padded);
-    queries = take(num_queries * a.dim);
+    row = take(key_padded);
+    queries = take(num_queries * a.key_dim);
     seen = {take(num_queries * padded), take(num_queries), take(num_queries)};
     span = {take(num_queries * padded), take(num_queries), take(num_queries)};
     for (int64_t n = first; n < end; ++n)
       for (int64_t h = 0; h < group; ++h) {
-        const float* q = a.queries + (n * a.num_heads + kv_head * group + h) * a.dim;
-        float* to = queries + ((n - first) * group + h) * a.dim;
-        for (int64_t i = 0; i < a.dim; ++i) to[i] = q[i] * a.scale;
+        const float* q = a.queries + (n * a.num_heads + kv_head * group + h) * a.key_dim;
+        float* to = queries + ((n - first) * group + h) * a.key_dim;
+        for (int64_t i = 0; i < a.key_dim; ++i) to[i] = q[i] * a.scale;
       }
     return true;
+  }
+
+  // What is seen before the first key: nothing, or a sink, a score whose weight is 1 so far.
+  void begin() const {
+    seen.clear(num_queries, padded);
+    if (!a.sinks) return;
+    for (int64_t q = 0; q < num_queries; ++q) seen.bests[q] = a.sinks[kv_head * group + q % group];
+    std::fill(seen.totals, seen.totals + num_queries, 1.0f);
   }
 
   // What the keys of one span give, from scratch.
@@ -375,10 +383,10 @@ struct Unit {
     const int64_t from = std::max(low, number * kSpan), stop = std::min(latest + 1, (number + 1) * kSpan);
     for (int64_t start = from / kKeys * kKeys; start < stop; start += kKeys) {
       const Block block{start, std::max(start, from), std::min(start + kKeys, stop), keys, values};
-      read_block(a, table, kv_head, block, row, padded);
+      read_block(a, table, kv_head, block, row, key_padded, padded);
       for (int64_t q = 0; q < num_queries; ++q) ranges[q] = visible(a, block, a.positions[first + q / group]);
       for (int64_t q = 0; q < num_queries; q += kQueries)
-        attend_rest<kQueries>(std::min<int64_t>(kQueries, num_queries - q), a, block, ranges + q, queries + q * a.dim,
+        attend_rest<kQueries>(std::min<int64_t>(kQueries, num_queries - q), a, block, ranges + q, queries + q * a.key_dim,
                               padded, to, q);
     }
   }
@@ -388,8 +396,8 @@ struct Unit {
       for (int64_t h = 0; h < group; ++h) {
         const int64_t q = (n - first) * group + h;
         const float inverse = seen.totals[q] > 0 ? 1.0f / seen.totals[q] : 0.0f;
-        float* to = a.out + (n * a.num_heads + kv_head * group + h) * a.dim;
-        for (int64_t i = 0; i < a.dim; ++i) to[i] = seen.outs[q * padded + i] * inverse;
+        float* to = a.out + (n * a.num_heads + kv_head * group + h) * a.mixed_dim;
+        for (int64_t i = 0; i < a.mixed_dim; ++i) to[i] = seen.outs[q * padded + i] * inverse;
       }
   }
 };
@@ -413,7 +421,7 @@ inline Scratch& thread_scratch() {
 
 inline bool attend_whole(Unit unit) {
   if (!unit.prepare(thread_scratch())) return false;
-  unit.seen.clear(unit.num_queries, unit.padded);
+  unit.begin();
   for (int64_t span = unit.low / kSpan; span * kSpan <= unit.latest; ++span) {
     unit.walk(span, unit.span);
     merge(unit.seen, unit.span, unit.num_queries, unit.padded);
@@ -451,7 +459,7 @@ inline bool merge_rows(const Attention& a, int64_t first, int64_t end) {
     for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
       Unit unit = decode_unit(a, row, kv_head);
       if (!unit.prepare(thread_scratch())) return false;
-      unit.seen.clear(unit.num_queries, unit.padded);
+      unit.begin();
       for (int64_t span = unit.low / kSpan; span * kSpan <= unit.latest; ++span)
         merge(unit.seen, partial(a, row, kv_head, span, unit), unit.num_queries, unit.padded);
       unit.finish();

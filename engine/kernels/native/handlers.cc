@@ -185,13 +185,15 @@ using Indexes = ffi::BufferR1<ffi::S32>;
 
 template <bool kHalf, typename Pool, typename PoolOut>
 ffi::Error Attend(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Indexes positions, Indexes units,
-                  Indexes offsets, ffi::BufferR2<ffi::S32> tables, ffi::BufferR0<ffi::S32> window, Pool, Pool,
-                  ffi::ResultBufferR3<ffi::F32> out, PoolOut keys, PoolOut values, int64_t num_decodes, float scale,
-                  float soft_cap) try {
+                  Indexes offsets, ffi::BufferR2<ffi::S32> tables, ffi::BufferR0<ffi::S32> window,
+                  ffi::BufferR1<ffi::F32> sinks, Pool, Pool, ffi::ResultBufferR3<ffi::F32> out, PoolOut keys,
+                  PoolOut values, int64_t num_decodes, float scale, float soft_cap) try {
   Attention a;
   a.num_tokens = q.dimensions()[0];
   a.num_heads = q.dimensions()[1];
-  a.dim = q.dimensions()[2];
+  a.key_dim = q.dimensions()[2];
+  a.value_dim = values->dimensions()[3];
+  a.mixed_dim = out->dimensions()[2];
   a.num_kv_heads = k.dimensions()[1];
   a.page_tokens = keys->dimensions()[1];
   a.table_pages = tables.dimensions()[1];
@@ -203,6 +205,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Indexes
   a.queries = q.typed_data();
   a.keys = k.typed_data();
   a.values = v.typed_data();
+  a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.positions = positions.typed_data();
   a.units = units.typed_data();
   a.offsets = offsets.typed_data();
@@ -210,13 +213,16 @@ ffi::Error Attend(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Indexes
   a.pool_keys = keys->untyped_data();
   a.pool_values = values->untyped_data();
   a.out = out->typed_data();
-  const int64_t held_size = a.num_tokens * a.num_kv_heads * a.dim;
+  const int64_t num_kept = a.num_tokens * a.num_kv_heads, num_places = keys->dimensions()[0] * a.page_tokens;
+  const bool has_dims = a.value_dim ? a.mixed_dim == a.value_dim : a.mixed_dim <= a.key_dim;
   const bool has_rows = num_decodes >= 0 && num_decodes <= a.num_tokens &&
                         tables.dimensions()[0] >= num_decodes + (a.num_tokens > num_decodes);
   if (!has_rows || a.num_kv_heads < 1 || a.num_heads % a.num_kv_heads || a.page_tokens < 1 ||
-      (int64_t)k.element_count() != held_size || (int64_t)v.element_count() != held_size ||
-      keys->dimensions()[2] != a.num_kv_heads || keys->dimensions()[3] != a.dim ||
-      values->element_count() != keys->element_count() || out->element_count() != q.element_count() ||
+      !has_dims || (a.sinks && (int64_t)sinks.element_count() != a.num_heads) ||
+      (int64_t)k.element_count() != num_kept * a.key_dim || (int64_t)v.element_count() != num_kept * a.value_dim ||
+      keys->dimensions()[2] != a.num_kv_heads || keys->dimensions()[3] != a.key_dim ||
+      (int64_t)values->element_count() != num_places * a.num_kv_heads * a.value_dim ||
+      (int64_t)out->element_count() != a.num_tokens * a.num_heads * a.mixed_dim ||
       (int64_t)positions.element_count() != a.num_tokens || (int64_t)units.element_count() != a.num_tokens ||
       (int64_t)offsets.element_count() != a.num_tokens)
     return invalid("attend: shapes differ");
@@ -229,7 +235,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Indexes
   int64_t held = 0;
   for (int64_t n = 0; n < a.num_tokens; ++n) held += a.positions[n] + 1;
   const int64_t work = attend_units(a);
-  const bool is_small = held * a.num_heads * a.dim < kWorthSharing;
+  const bool is_small = held * a.num_heads * a.key_dim < kWorthSharing;
   const int64_t grain = is_small ? work : work / (16 * threads);
   std::atomic<bool> has_memory{true};
   parallel_for(pool, work, grain, [a, &kernels, &has_memory](int64_t f, int64_t e) noexcept {
@@ -292,7 +298,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_norm, kvarts::NormRows,
           .Ctx<ffi::ThreadPool>()                                                                           \
           .Arg<kvarts::Numbers>().Arg<kvarts::Numbers>().Arg<kvarts::Numbers>()                             \
           .Arg<kvarts::Indexes>().Arg<kvarts::Indexes>().Arg<kvarts::Indexes>()                             \
-          .Arg<ffi::BufferR2<ffi::S32>>().Arg<ffi::BufferR0<ffi::S32>>()                                    \
+          .Arg<ffi::BufferR2<ffi::S32>>().Arg<ffi::BufferR0<ffi::S32>>().Arg<ffi::BufferR1<ffi::F32>>()     \
           .Arg<ffi::BufferR4<TYPE>>().Arg<ffi::BufferR4<TYPE>>()                                            \
           .Ret<ffi::BufferR3<ffi::F32>>().Ret<ffi::BufferR4<TYPE>>().Ret<ffi::BufferR4<TYPE>>()             \
           .Attr<int64_t>("num_decodes").Attr<float>("scale").Attr<float>("soft_cap"))

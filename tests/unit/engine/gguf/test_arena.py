@@ -89,14 +89,14 @@ def test_an_empty_arena_is_an_array(every_type: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
-        ("cube", "tensor 'cube' has shape (2, 3, 32), expected (rows, columns)"),
+        ("hypercube", "tensor 'hypercube' has shape (2, 2, 3, 32), expected (rows, columns) or a"),
         ("line", "tensor 'line' has shape (32,), expected (rows, columns)"),
         ("ints", "tensor 'ints' has type I32, which no layout holds"),
     ],
 )
 def test_what_is_no_matrix_is_refused_by_name(tmp_path: Path, name: str, detail: str) -> None:
     tensors = {
-        "cube": (np.zeros((2, 3, 32), np.float32), Type.F32),
+        "hypercube": (np.zeros((2, 2, 3, 32), np.float32), Type.F32),
         "line": (np.zeros(32, np.float32), Type.F32),
         "ints": (np.zeros((2, 32), np.int32), Type.I32),
     }

@@ -153,14 +153,20 @@ class Paged:
 def attend(
     shape: Shape, num_decodes: int, keys: jax.Array, values: jax.Array, step: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    run = program(shape.scale, shape.soft_cap, num_decodes)
-    return run((keys, values), *step, np.int32(shape.window))
+    run = program(shape.scale, shape.soft_cap, shape.head_dim, num_decodes)
+    return run((keys, values), *step, np.int32(shape.window), None)
 
 
 @functools.cache
-def program(scale: float, soft_cap: float, num_decodes: int) -> Any:
+def program(scale: float, soft_cap: float, mixed_dim: int, num_decodes: int) -> Any:
     """One compiled call per set of static numbers, that owns the pool as the runner's does."""
-    call = functools.partial(native.attend, num_decodes=num_decodes, scale=scale, soft_cap=soft_cap)
+    call = functools.partial(
+        native.attend,
+        mixed_dim=mixed_dim,
+        num_decodes=num_decodes,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
     return jax.jit(call, donate_argnums=0)
 
 

@@ -165,7 +165,7 @@ def test_each_matrix_of_a_mixed_stack_takes_the_branch_of_its_layout(tmp_path: P
 
 def test_stacked_matrices_have_one_shape(tmp_path: Path) -> None:
     case = make(tmp_path, {"a": (Type.F32, 32, 64), "b": (Type.F32, 64, 64)})
-    with pytest.raises(ValueError, match=re.escape("differ in shape: [(32, 64), (64, 64)]")):
+    with pytest.raises(ValueError, match=re.escape("differ in shape: [(1, 32, 64), (1, 64, 64)]")):
         case.stack("a", "b")
 
 
@@ -191,7 +191,7 @@ def test_no_temporary_is_as_large_as_the_weights(name: str, num_rows: int) -> No
     assert layout is not None
     rows, cols, layers = 4096, 1024, 12
     zeros: Any = jax.ShapeDtypeStruct((layers,), jnp.int32)
-    stack = MatrixStack(zeros, zeros, zeros, zeros, rows, cols, (layout,))
+    stack = MatrixStack(zeros, zeros, zeros, zeros, zeros, rows, cols, (layout,))
     num_blocks = layers * layout.nbytes(rows, cols) // 64
     arena = jax.ShapeDtypeStruct((num_blocks, 64), jnp.uint8)
 

@@ -140,9 +140,10 @@ REFUSED: list[tuple[str, Any, type[EngineError], str]] = [
     ("rope.freq_base", 0.0, ModelFileError, "is 0.0, expected more than 0"),
     ("rope.freq_base", -1.0, ModelFileError, "is -1.0, expected more than 0"),
     ("rope.freq_base", float("nan"), ModelFileError, "is nan, expected a finite number"),
-    ("rope.scaling.type", "yarn", UnsupportedModel, "is 'yarn', only none, linear or longrope"),
+    ("rope.scaling.type", "dynamic", UnsupportedModel, "only none, linear, longrope or yarn"),
     ("rope.scaling.factor", -2.0, UnsupportedModel, "is -2.0, only 0 or more"),
-    ("expert_count", 8, UnsupportedModel, "is 8.0, only 0 is implemented"),
+    ("expert_count", 1025, ModelFileError, "llama.expert_count"),
+    ("expert_used_count", 2, UnsupportedModel, "is 2.0, only 0 is implemented"),
     # Known to llama.cpp and read by nobody here.
     ("logit_scale", 0.5, UnsupportedModel, "changes the maths and is not implemented for llama"),
     ("rope.scaling.yarn_log_multiplier", 0.1, UnsupportedModel, "changes the maths"),

@@ -14,7 +14,7 @@ from engine.errors import EngineError, ModelFileError, UnsupportedModel
 from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
 from engine.model.spec import Activation, ModelSpec, QkNorm, RopePairing
-from engine.model.weights import check_tensors
+from engine.model.tensors import check_tensors
 from tests.families import (
     FAMILIES,
     HIDDEN,
@@ -208,9 +208,9 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, type[EngineError], str]] = [
     (
         ALL,
         "rope.scaling.type",
-        "yarn",
+        "dynamic",
         UnsupportedModel,
-        "is 'yarn', only none, linear or longrope",
+        "is 'dynamic', only none, linear, longrope or yarn",
     ),
     (ALL, "attention.scale", 0.5, UnsupportedModel, "changes the maths and is not implemented for"),
     (ALL, "attention.causal", 0, UnsupportedModel, "changes the maths"),
@@ -220,7 +220,7 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, type[EngineError], str]] = [
     (ALL, "logit_scale", 0.5, UnsupportedModel, "changes the maths"),
     (ALL, "residual_scale", 0.5, UnsupportedModel, "changes the maths"),
     (ALL, "embedding_scale", 2.0, UnsupportedModel, "changes the maths"),
-    (ALL, "expert_count", 8, UnsupportedModel, "implemented"),
+    (ALL[1:], "expert_count", 8, UnsupportedModel, "implemented"),
     (ALL, "nextn_predict_layers", 1, UnsupportedModel, "changes the maths"),
     (ALL, "rope.dimension_sections", [4, 4, 0, 0], UnsupportedModel, "changes the maths"),
     (ALL, "rope.scaling.alpha", 2.0, UnsupportedModel, "is 2.0, only 0.0 is implemented"),

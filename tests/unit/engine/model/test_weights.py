@@ -18,7 +18,8 @@ from engine.gguf.reader import GgufFile
 from engine.kernels.qmatmul import MatrixStack, gather_rows
 from engine.model import weights as weights_module
 from engine.model.architectures import read_spec
-from engine.model.weights import Weights, check_tensors, expected_shapes, load_weights
+from engine.model.tensors import check_tensors, expected_shapes
+from engine.model.weights import Weights, load_weights
 from tests.ggufs import (
     FloatArray,
     TinyLlama,
