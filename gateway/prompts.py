@@ -47,15 +47,36 @@ def read_prompts(value: Any) -> list[Prompt]:
         ApiError: the value has none of the shapes, or is an empty or too large batch.
     """
     if not isinstance(value, list):
-        return [_read_prompt(value)]
+        return [read_prompt(value)]
     items = cast("list[Any]", value)
     if any(_is_integer(item) for item in items):
-        return [_read_prompt(items)]
+        return [read_prompt(items)]
     if not items:
         raise invalid('"prompt" must not be empty')
     if len(items) > MAX_PROMPTS:
         raise invalid(f'"prompt" has {len(items)} prompts, the limit is {MAX_PROMPTS}')
-    return [_read_prompt(item) for item in items]
+    return [read_prompt(item) for item in items]
+
+
+def read_prompt(value: Any) -> Prompt:
+    """Reads one prompt: a text, ids, a mix of both, or an object that holds a mix.
+
+    Raises:
+        ApiError: the value has none of the shapes.
+    """
+    if isinstance(value, str):
+        return Prompt((value,))
+    if isinstance(value, Mapping):
+        return _read_object(cast("Mapping[str, Any]", value))
+    if not isinstance(value, list):
+        raise invalid(_SHAPES)
+    items = cast("list[Any]", value)
+    has_text = any(isinstance(item, str) for item in items)
+    if all(_is_integer(item) for item in items):
+        return Prompt(tuple(items))
+    if not has_text or not any(_is_integer(item) for item in items):
+        raise invalid(_SHAPES)
+    return _mixed_or_invalid(items)
 
 
 def read_mixed(value: Any) -> Prompt:
@@ -155,22 +176,6 @@ def _add_part(mixed: tokenization_pb2.MixedPrompt, part: str | int) -> None:
     if not mixed.parts or mixed.parts[-1].WhichOneof("part") == "text":
         mixed.parts.add()
     mixed.parts[-1].tokens.ids.append(part)
-
-
-def _read_prompt(value: Any) -> Prompt:
-    if isinstance(value, str):
-        return Prompt((value,))
-    if isinstance(value, Mapping):
-        return _read_object(cast("Mapping[str, Any]", value))
-    if not isinstance(value, list):
-        raise invalid(_SHAPES)
-    items = cast("list[Any]", value)
-    has_text = any(isinstance(item, str) for item in items)
-    if all(_is_integer(item) for item in items):
-        return Prompt(tuple(items))
-    if not has_text or not any(_is_integer(item) for item in items):
-        raise invalid(_SHAPES)
-    return _mixed_or_invalid(items)
 
 
 def _read_object(value: Mapping[str, Any]) -> Prompt:

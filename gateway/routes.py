@@ -9,16 +9,16 @@ from starlette.responses import Response
 
 from gateway import chat_routes, disabled, metrics, ops, slots, tokens
 from gateway.completion import complete
+from gateway.embeddings import embed, embed_natively
 from gateway.errors import invalid, wrong_type
 from gateway.exchange import Exchange, Handler
 from gateway.fields import lenient_flag
 from gateway.infill import infill
 from gateway.native import NativeDialect
 from gateway.openai_completions import CompletionsDialect
+from gateway.rerank import rerank
 from gateway.sse import EventStream
 
-_EMBEDDINGS = "This server does not support embeddings. Start it with `--embeddings`"
-_RERANKING = "This server does not support reranking. Start it with `--reranking`"
 _AUDIO = "The current model does not support audio input."
 
 RouteRow = tuple[str, Sequence[str], Handler]
@@ -48,7 +48,7 @@ def route_table() -> list[RouteRow]:
         ("POST", ("/detokenize",), tokens.detokenize),
         ("POST", ("/apply-template",), tokens.apply_template),
         ("POST", ("/infill",), infill),
-        ("POST", ("/embedding", "/embeddings"), disabled.refusing(_EMBEDDINGS)),
+        ("POST", ("/embedding", "/embeddings"), embed_natively),
         # OpenAI.
         ("POST", ("/v1/completions",), openai_completion),
         ("POST", _both("/chat/completions"), chat_routes.chat_completions),
@@ -60,12 +60,12 @@ def route_table() -> list[RouteRow]:
         ),
         ("POST", _both("/responses"), chat_routes.responses),
         ("POST", _both("/responses/input_tokens"), tokens.count_response_tokens),
-        ("POST", ("/v1/embeddings",), disabled.refusing(_EMBEDDINGS)),
+        ("POST", ("/v1/embeddings",), embed),
         ("POST", _both("/audio/transcriptions"), disabled.refusing(_AUDIO)),
         # Anthropic, Jina and TEI.
         ("POST", ("/v1/messages",), chat_routes.messages),
         ("POST", ("/v1/messages/count_tokens",), tokens.count_message_tokens),
-        ("POST", (*_both("/rerank"), *_both("/reranking")), disabled.refusing(_RERANKING)),
+        ("POST", (*_both("/rerank"), *_both("/reranking")), rerank),
         # Slots and adapters.
         ("GET", ("/slots",), slots.list_slots),
         ("POST", ("/slots/{id_slot}",), slots.act_on_slot),

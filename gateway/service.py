@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 import grpc.aio
 from kvarts.v1 import (
+    embedding_pb2_grpc,
     generation_pb2_grpc,
     lora_pb2_grpc,
     model_pb2_grpc,
@@ -21,6 +22,7 @@ from gateway.options import GatewayOptions
 from gateway.rpc_errors import from_rpc
 
 if TYPE_CHECKING:
+    from kvarts.v1.embedding_pb2_grpc import EmbeddingServiceAsyncStub
     from kvarts.v1.generation_pb2_grpc import GenerationServiceAsyncStub
     from kvarts.v1.lora_pb2_grpc import LoraServiceAsyncStub
     from kvarts.v1.model_pb2_grpc import ModelServiceAsyncStub
@@ -52,6 +54,7 @@ class Service:
     generation: GenerationServiceAsyncStub
     tokenization: TokenizationServiceAsyncStub
     model: ModelServiceAsyncStub
+    embedding: EmbeddingServiceAsyncStub
     slots: SlotServiceAsyncStub
     lora: LoraServiceAsyncStub
 
@@ -72,6 +75,7 @@ def over(channel: grpc.aio.Channel) -> Service:
         generation=generation_pb2_grpc.GenerationServiceStub(channel),
         tokenization=tokenization_pb2_grpc.TokenizationServiceStub(channel),
         model=model_pb2_grpc.ModelServiceStub(channel),
+        embedding=embedding_pb2_grpc.EmbeddingServiceStub(channel),
         slots=slot_pb2_grpc.SlotServiceStub(channel),
         lora=lora_pb2_grpc.LoraServiceStub(channel),
     )

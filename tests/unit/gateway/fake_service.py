@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from kvarts.v1 import (
     common_pb2,
+    embedding_pb2,
+    embedding_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     lora_pb2,
@@ -144,6 +146,7 @@ class FakeService(
     model_pb2_grpc.ModelServiceServicer,
     slot_pb2_grpc.SlotServiceServicer,
     lora_pb2_grpc.LoraServiceServicer,
+    embedding_pb2_grpc.EmbeddingServiceServicer,
 ):
     """All services in one object; tests change its attributes."""
 
@@ -158,6 +161,7 @@ class FakeService(
         self.saved: list[slot_pb2.SaveSlotRequest] = []
         self.model = _model()
         self.info = _info()
+        self.embeds: list[embedding_pb2.EmbedRequest] = []
         self.adapters: list[lora_pb2.Adapter] = []
         # The calls of TokenizationService as they come; a service that stops refuses them.
         self.text_calls = asyncio.Queue[str]()
@@ -177,6 +181,7 @@ class FakeService(
         model_pb2_grpc.add_ModelServiceServicer_to_server(self, self._server)
         slot_pb2_grpc.add_SlotServiceServicer_to_server(self, self._server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(self, self._server)
+        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self, self._server)
         cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self.set_serving(True)
@@ -236,6 +241,24 @@ class FakeService(
         await self._take_text_call("Detokenize", context)
         raw = decode(request.token_ids)
         return tokenization_pb2.DetokenizeResponse(text=raw.decode(errors="replace"), raw=raw)
+
+    async def Embed(self, request: Any, context: Any) -> embedding_pb2.EmbedResponse:
+        """Vectors of the token count and 0.5; a pair's score is the length of its document."""
+        del context
+        self.embeds.append(request)
+        is_pooled = self.model.pooling != embedding_pb2.POOLING_NONE
+        reply = embedding_pb2.EmbedResponse()
+        for given in request.inputs:
+            if given.HasField("pair"):
+                size = len(given.pair.document)
+                reply.embeddings.add(values=[size], dimension=1, num_rows=1, prompt_tokens=size)
+                continue
+            count = len(given.tokens.ids)
+            rows = 1 if is_pooled else count
+            reply.embeddings.add(
+                values=[count, 0.5] * rows, dimension=2, num_rows=rows, prompt_tokens=count
+            )
+        return reply
 
     async def ApplyChatTemplate(
         self, request: Any, context: Any
