@@ -48,30 +48,32 @@ class Pair:
         return int(self.down.nbytes + self.up.nbytes)
 
 
-@dataclass(frozen=True, eq=False)
-class AdapterContent:
-    """A whole adapter; `pairs` by the full name of the weight that they change, sorted.
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What is known of an adapter without its values.
 
-    `alpha` None: the file has none. `invocation_tokens` make it an activated one: it works from
-    their last occurrence in a prompt on. `digest` is the SHA-256 of all that changes results.
+    `alpha` None: the file has none. `rank` is the greatest of its pairs, `nbytes` what they take,
+    `targets` the full names of the weights that they change, sorted. `invocation_tokens` make it
+    an activated one: it works from their last occurrence in a prompt on. `digest` is the SHA-256
+    of all that changes results.
     """
 
-    pairs: Mapping[str, Pair]
     alpha: float | None
+    rank: int
+    nbytes: int
+    targets: tuple[str, ...]
     task_name: str
     prompt_prefix: str
     invocation_tokens: tuple[int, ...]
     digest: bytes
 
-    @property
-    def rank(self) -> int:
-        """The greatest rank of its pairs."""
-        return max(pair.rank for pair in self.pairs.values())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all factors."""
-        return sum(pair.nbytes for pair in self.pairs.values())
+@dataclass(frozen=True, eq=False)
+class AdapterContent:
+    """A whole adapter; `pairs` by the full name of the weight that they change, sorted."""
+
+    pairs: Mapping[str, Pair]
+    facts: AdapterFacts
 
 
 def make_content(
@@ -84,8 +86,17 @@ def make_content(
 ) -> AdapterContent:
     """Puts an adapter together and digests it."""
     in_order = {name: pairs[name] for name in sorted(pairs)}
-    digest = _digest(in_order, invocation_tokens)
-    return AdapterContent(in_order, alpha, task_name, prompt_prefix, invocation_tokens, digest)
+    facts = AdapterFacts(
+        alpha=alpha,
+        rank=max((pair.rank for pair in pairs.values()), default=0),
+        nbytes=sum(pair.nbytes for pair in pairs.values()),
+        targets=tuple(in_order),
+        task_name=task_name,
+        prompt_prefix=prompt_prefix,
+        invocation_tokens=invocation_tokens,
+        digest=_digest(in_order, invocation_tokens),
+    )
+    return AdapterContent(in_order, facts)
 
 
 def scale_factor(alpha: float | None, rank: int) -> float:

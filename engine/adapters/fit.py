@@ -98,7 +98,7 @@ def check_whole(path: str, model: TargetModel, content: AdapterContent) -> None:
     """
     if not content.pairs:
         raise AdapterFileInvalid(path, "has no pair of lora_a and lora_b tensors")
-    tokens = content.invocation_tokens
+    tokens = content.facts.invocation_tokens
     if len(tokens) > MAX_INVOCATION_TOKENS:
         raise AdapterFileInvalid(
             path, f"has {len(tokens)} invocation tokens, at most {MAX_INVOCATION_TOKENS} are taken"

@@ -78,7 +78,7 @@ def test_the_factor_is_of_each_tensor(tmp_path: Path) -> None:
     content = read(write_adapter(tmp_path / "a.gguf", adapter, SHAPES, TARGETS))
     assert content.pairs[QUERY].factor == 6 / 8
     assert content.pairs["output.weight"].factor == 6 / 4
-    assert (content.rank, content.alpha) == (8, 6.0)
+    assert (content.facts.rank, content.facts.alpha) == (8, 6.0)
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0])
@@ -96,8 +96,8 @@ def test_facts_are_told(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     _write_with_array(path, keys)
     content = read(path)
-    assert (content.task_name, content.prompt_prefix) == ("poem", "Write:")
-    assert content.invocation_tokens == (3, 4)
+    assert (content.facts.task_name, content.facts.prompt_prefix) == ("poem", "Write:")
+    assert content.facts.invocation_tokens == (3, 4)
 
 
 def _write_with_array(path: Path, keys: dict[str, Any]) -> None:
@@ -122,15 +122,15 @@ def _write_with_array(path: Path, keys: dict[str, Any]) -> None:
 
 def test_the_digest_is_of_what_changes_results(tmp_path: Path) -> None:
     base = TinyAdapter()
-    first = read(write_adapter(tmp_path / "a.gguf", base, SHAPES, TARGETS)).digest
+    first = read(write_adapter(tmp_path / "a.gguf", base, SHAPES, TARGETS)).facts.digest
     renamed = replace(base, keys={"general.name": "other", "adapter.lora.task_name": "t"})
-    assert read(write_adapter(tmp_path / "b.gguf", renamed, SHAPES, TARGETS)).digest == first
+    assert read(write_adapter(tmp_path / "b.gguf", renamed, SHAPES, TARGETS)).facts.digest == first
     others = [
         read(write_adapter(tmp_path / "c.gguf", replace(base, seed=2), SHAPES, TARGETS)),
         read(write_adapter(tmp_path / "d.gguf", replace(base, alpha=9.0), SHAPES, TARGETS)),
         read(write_adapter(tmp_path / "e.gguf", base, SHAPES, TARGETS[:2])),
     ]
-    assert len({first, *(other.digest for other in others)}) == 4
+    assert len({first, *(other.facts.digest for other in others)}) == 4
 
 
 def test_norms_are_ignored_as_by_the_peer(tmp_path: Path) -> None:

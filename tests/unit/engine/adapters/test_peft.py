@@ -107,7 +107,7 @@ def test_a_folder_and_a_gguf_of_the_same_values_are_the_same_adapter(tmp_path: P
     keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
     path = write_gguf(tmp_path / "a.gguf", keys, stored, architecture="qwen3")
     folder = write_peft(tmp_path / "a", tensors)
-    assert read_adapter(path, QWEN, 16).digest == read_adapter(folder, QWEN, 16).digest
+    assert read_adapter(path, QWEN, 16).facts.digest == read_adapter(folder, QWEN, 16).facts.digest
 
 
 Refusal = tuple[dict[str, Any], dict[str, Any], type[EngineError], str]

@@ -1,0 +1,194 @@
+"""The loaded set: ids, places, scales, and the set that a request gets."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.content import AdapterContent, Pair, make_content
+from engine.adapters.errors import AdapterExists, AdapterInUse, AdapterRoom
+from engine.adapters.loaded import LoadedAdapters, NewAdapter
+from engine.adapters.unloading import Unload, Unloads
+from engine.errors import InvalidField, NoSuchAdapter, ShuttingDown
+from engine.types import AdapterScale
+
+WEIGHT = "blk.0.attn_q.weight"
+
+
+@dataclass
+class Places:
+    """A store that remembers what it was told."""
+
+    held: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    fails: bool = False
+
+    def write_adapter(self, place: int, content: AdapterContent) -> None:
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        assert place not in self.held
+        self.held[place] = content.facts.digest
+
+    def clear_adapter(self, place: int) -> None:
+        del self.held[place]
+
+
+def content(seed: int, *tokens: int) -> AdapterContent:
+    values = np.full((2, 4), seed, np.float32)
+    return make_content({WEIGHT: Pair(values, values, "f32", 1.0)}, invocation_tokens=tokens)
+
+
+def new(name: str, seed: int, *tokens: int, scale: float = 1.0) -> NewAdapter:
+    return NewAdapter(name, f"{name}.gguf", scale, content(seed, *tokens))
+
+
+@pytest.fixture(name="store")
+def make_store() -> Places:
+    return Places()
+
+
+@pytest.fixture(name="loaded")
+def make_loaded(store: Places) -> LoadedAdapters:
+    return LoadedAdapters(store, AdapterCapacity(count=2, rank=8))
+
+
+def test_ids_are_never_used_again_and_places_are(store: Places, loaded: LoadedAdapters) -> None:
+    first, second = loaded.attach(new("a", 1)), loaded.attach(new("b", 2))
+    assert [first.adapter_id, second.adapter_id] == [0, 1]
+    assert loaded.detach(0) == first.facts.nbytes
+    third = loaded.attach(new("a", 3))
+    assert (third.adapter_id, third.place) == (2, first.place)
+    assert len(store.held) == 2
+    with pytest.raises(NoSuchAdapter):
+        loaded.get(0)
+
+
+def test_a_name_is_one_content(store: Places, loaded: LoadedAdapters) -> None:
+    first = loaded.attach(new("a", 1))
+    assert loaded.attach(new("a", 1, scale=0.5)) == first
+    with pytest.raises(AdapterExists, match="'a' is taken by adapter 0"):
+        loaded.attach(new("a", 2))
+    assert len(store.held) == 1
+
+
+def test_no_room_names_the_numbers(store: Places, loaded: LoadedAdapters) -> None:
+    loaded.attach(new("a", 1))
+    loaded.attach(new("b", 2))
+    with pytest.raises(AdapterRoom, match="needs 64 bytes, 0 are free: all 2 places"):
+        loaded.attach(new("c", 3))
+    assert len(store.held) == len(loaded.adapters) == 2
+
+
+def test_a_write_that_fails_attaches_nothing(store: Places, loaded: LoadedAdapters) -> None:
+    store.fails = True
+    with pytest.raises(RuntimeError, match="gone"):
+        loaded.attach(new("a", 1))
+    assert loaded.adapters == ()
+    store.fails = False
+    assert loaded.attach(new("a", 1)).place == 0
+
+
+def test_an_explicit_set_turns_the_others_off(loaded: LoadedAdapters) -> None:
+    loaded.attach(new("a", 1))
+    loaded.attach(new("b", 2, scale=0.5))
+    assert loaded.freeze(None, ()).scales == (AdapterScale(0, 1.0), AdapterScale(1, 0.5))
+    assert loaded.freeze((AdapterScale(1, -2.0),), ()).scales == (AdapterScale(1, -2.0),)
+    assert loaded.freeze((), ()).scales == ()
+    with pytest.raises(NoSuchAdapter, match="adapter id 9"):
+        loaded.freeze((AdapterScale(9, 1.0),), ())
+
+
+def test_scales_are_replaced_whole_or_not_at_all(loaded: LoadedAdapters) -> None:
+    loaded.attach(new("a", 1))
+    loaded.attach(new("b", 2))
+    before = loaded.freeze(None, ())
+    loaded.set_scales([AdapterScale(1, 0.25)])
+    assert loaded.freeze(None, ()).scales == (AdapterScale(1, 0.25),)
+    assert before.scales == (AdapterScale(0, 1.0), AdapterScale(1, 1.0)), "frozen"
+    with pytest.raises(NoSuchAdapter):
+        loaded.set_scales([AdapterScale(0, 1.0), AdapterScale(5, 1.0)])
+    assert loaded.freeze(None, ()).scales == (AdapterScale(1, 0.25),)
+
+
+class TestActivated:
+    def test_from_one_before_its_last_invocation(self, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1, 5, 6))
+        assert loaded.freeze(None, (1, 5, 6, 2, 5, 6, 3)).active_from == 3
+        assert loaded.freeze(None, (5, 6, 3)).active_from == 0
+
+    def test_off_without_an_invocation(self, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1, 5, 6))
+        assert loaded.freeze(None, (1, 5, 2, 6)).members == ()
+
+    def test_two_are_refused(self, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1, 5))
+        loaded.attach(new("b", 2, 6))
+        with pytest.raises(InvalidField, match="activated adapters 0, 1 are on"):
+            loaded.freeze(None, (5, 6))
+        assert loaded.freeze((AdapterScale(1, 1.0),), (4, 5, 6)).active_from == 1
+
+    def test_beside_an_ordinary_one_it_is_ordinary(self, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1, 5))
+        loaded.attach(new("b", 2))
+        frozen = loaded.freeze(None, (1, 2, 3))
+        assert (len(frozen.members), frozen.active_from) == (2, 0)
+
+
+class TestUnloads:
+    def unloads(self, loaded: LoadedAdapters, users: dict[int, int]) -> Unloads:
+        return Unloads(loaded, lambda adapter_id: users.get(adapter_id, 0))
+
+    def test_waits_for_users(self, store: Places, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1))
+        users = {0: 2}
+        unloads, done = self.unloads(loaded, users), Future[int]()
+        unloads.add(Unload(0, False, done))
+        unloads.run()
+        assert not done.done()
+        assert len(unloads) == 1
+        users.clear()
+        unloads.run()
+        assert done.result(0) == 64
+        assert (store.held, len(unloads)) == ({}, 0)
+
+    def test_fails_at_once_if_asked(self, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1))
+        unloads, done = self.unloads(loaded, {0: 2}), Future[int]()
+        unloads.add(Unload(0, True, done))
+        with pytest.raises(AdapterInUse, match="adapter 0 is in use by 2 requests"):
+            done.result(0)
+        assert len(unloads) == 0
+
+    def test_who_gave_up_leaves_it_loaded(self, loaded: LoadedAdapters) -> None:
+        loaded.attach(new("a", 1))
+        users: dict[int, int] = {0: 1}
+        unloads, done = self.unloads(loaded, users), Future[int]()
+        unloads.add(Unload(0, False, done))
+        done.cancel()
+        users.clear()
+        unloads.run()
+        assert len(loaded.adapters) == 1
+
+    def test_an_unknown_id_and_the_end(self, loaded: LoadedAdapters) -> None:
+        users: dict[int, int] = {0: 1}
+        unloads = self.unloads(loaded, users)
+        unknown, waiting = Future[int](), Future[int]()
+        unloads.add(Unload(4, False, unknown))
+        unloads.run()
+        with pytest.raises(NoSuchAdapter):
+            unknown.result(0)
+        unloads.add(Unload(0, False, waiting))
+        unloads.fail(ShuttingDown)
+        with pytest.raises(ShuttingDown):
+            waiting.result(0)
+
+
+def test_capacity_is_arithmetic() -> None:
+    shapes: list[Any] = [(64, 32), (10, 10)]
+    assert AdapterCapacity(count=3, rank=9).bank_rank == 16
+    assert AdapterCapacity(count=3, rank=9).nbytes(shapes) == 3 * (16 * 4 * (96 + 20) + 16)
+    assert AdapterCapacity().nbytes(shapes) == 0
