@@ -22,8 +22,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar
 
-from engine.errors import ContextOverflow, EngineFault, NoSuchSlot, ShuttingDown
+from engine.adapters.desk import NO_ADAPTERS, AdapterDesk, AdapterSetup, EngineDoors
+from engine.adapters.loaded import LoadedAdapters, describe_adapter
+from engine.errors import ContextOverflow, EngineError, EngineFault, NoSuchSlot, ShuttingDown
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.host_tier import HostTier
@@ -51,6 +54,8 @@ from engine.validation import RequestLimits, check_request
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 def _draw_seed() -> int:
     # 2^32 - 1 means "random" to llama.cpp's clients, so it is never an effective seed.
@@ -73,6 +78,7 @@ class EngineParts:
     tokenizer: TokenText
     begin_chain: ChainFactory
     begin_text: TextFactory
+    adapters: AdapterSetup = NO_ADAPTERS
     clock: Callable[[], float] = time.monotonic
     draw_seed: Callable[[], int] = _draw_seed
     new_error_id: Callable[[], str] = _new_error_id
@@ -101,7 +107,11 @@ class Engine:
         self._plan = plan
         self._clock = parts.clock
         self._new_error_id = parts.new_error_id
-        self._scheduler = Scheduler(_scheduler_parts(config, parts), self._table, pages)
+        self._loaded = LoadedAdapters(parts.adapters.store, parts.adapters.capacity)
+        scheduler_parts = _scheduler_parts(config, parts, self._loaded)
+        self._scheduler = Scheduler(scheduler_parts, self._table, pages)
+        doors = EngineDoors(self.command, self._watch, self._scheduler.unloads.add)
+        self.adapters = AdapterDesk(parts.adapters, self._loaded, doors)
         self._step_timer = StepTimer()
         self._sink = sink
         self._limits = RequestLimits(
@@ -115,7 +125,7 @@ class Engine:
         self._wake = threading.Condition()
         self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self._inbox: list[Callable[[], None]] = []
-        self._erasing: set[Future[ErasedSlot]] = set()
+        self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -133,8 +143,14 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Returns the state after the last step; refusals count at once."""
         with self._wake:
-            counters = replace(self._snapshot.counters, requests_refused=self._gate.num_refused)
-            return replace(self._snapshot, counters=counters)
+            now = self._snapshot
+            counters = replace(now.counters, requests_refused=self._gate.num_refused)
+        # Who was told that an adapter is loaded must find it here, before the next step.
+        users = {one.adapter_id: one.active_requests for one in now.adapters}
+        adapters = tuple(
+            describe_adapter(one, users.get(one.adapter_id, 0)) for one in self._loaded.adapters
+        )
+        return replace(now, counters=counters, adapters=adapters)
 
     def start(self) -> None:
         """Starts the engine thread.
@@ -157,7 +173,7 @@ class Engine:
                 EngineFault if the engine has died.
         """
         try:
-            check_request(request, self._limits)
+            check_request(request, replace(self._limits, adapter_ids=self._loaded.ids))
             with self._wake:
                 self._refuse_if_closed()
                 self._gate.enter(request)
@@ -191,11 +207,20 @@ class Engine:
             raise NoSuchSlot(slot_id, self._limits.num_slots)
         done: Future[ErasedSlot] = Future()
         erasure = Erasure(slot_id, fail_if_busy, tenant, done)
-        with self._wake:
-            self._refuse_if_closed()
-            self._erasing.add(done)
-            self._post(lambda: self._scheduler.erase(erasure))
-        done.add_done_callback(self._forget_erasure)
+        self._watch(done, lambda: self._scheduler.erase(erasure))
+        return done
+
+    def command(self, work: Callable[[], T]) -> Future[T]:
+        """Runs work on the engine thread between two steps.
+
+        The future gets its result, or the EngineError that it raises; whatever else it raises ends
+        the engine. Cancel the future to give up before it runs.
+
+        Raises:
+            EngineError: ShuttingDown or EngineFault, as `submit`.
+        """
+        done: Future[T] = Future()
+        self._watch(done, partial(_settle, done, work))
         return done
 
     def stop(self, grace_s: float = 0.0) -> None:
@@ -269,13 +294,13 @@ class Engine:
         with self._wake:
             self._fault = cause
             self._inbox = []
-            names, erasing = self._gate.in_flight, list(self._erasing)
+            names, pending = self._gate.in_flight, list(self._pending)
             events = [*self._scheduler.take_events()]
             self._gate.settle(events)
             ended = [(name, Failed(self._death())) for name in self._gate.in_flight]
             self._gate.settle(ended)
-        for done in erasing:
-            if done.set_running_or_notify_cancel():
+        for done in pending:
+            if not done.done() and (done.running() or done.set_running_or_notify_cancel()):
                 done.set_exception(self._death())
         try:
             self._sink([*events, *ended])
@@ -306,14 +331,37 @@ class Engine:
         self._inbox.append(command)
         self._wake.notify_all()
 
-    def _forget_erasure(self, done: Future[ErasedSlot]) -> None:
+    def _watch(self, done: Future[Any], command: Callable[[], None]) -> None:
+        """Posts a command that answers a future, which is answered even if the engine dies."""
         with self._wake:
-            self._erasing.discard(done)
+            self._refuse_if_closed()
+            self._pending.add(done)
+            self._post(command)
+        done.add_done_callback(self._forget)
+
+    def _forget(self, done: Future[Any]) -> None:
+        with self._wake:
+            self._pending.discard(done)
 
     def _describe(self) -> Snapshot:
         queue_limit = self._gate.max_requests
         now = describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
-        return replace(now, step_times=self._step_timer.times)
+        adapters = tuple(
+            describe_adapter(one, self._scheduler.num_users(one.adapter_id))
+            for one in self._loaded.adapters
+        )
+        return replace(now, step_times=self._step_timer.times, adapters=adapters)
+
+
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except EngineError as error:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
 
 
 def _window_pages(plan: MemoryPlan) -> WindowPages | None:
@@ -334,13 +382,16 @@ def _prefix_index(
     return PrefixIndex(pages, plan.page_tokens, host)
 
 
-def _scheduler_parts(config: EngineConfig, parts: EngineParts) -> SchedulerParts:
+def _scheduler_parts(
+    config: EngineConfig, parts: EngineParts, loaded: LoadedAdapters
+) -> SchedulerParts:
     return SchedulerParts(
         runner=parts.runner,
         tokenizer=parts.tokenizer,
         begin_chain=parts.begin_chain,
         begin_text=parts.begin_text,
         prefix_root=partial(prefix_root, model=parts.model_id, kv_dtype=config.kv_dtype),
+        adapters=loaded,
         clock=parts.clock,
         draw_seed=parts.draw_seed,
         new_error_id=parts.new_error_id,

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from engine.adapters.effective import EffectiveSet
+from engine.adapters.loaded import LoadedAdapters
+from engine.adapters.unloading import Unloads
 from engine.errors import DeadlineExceeded, EngineError, EngineFault
 from engine.failpoints import Failpoints, Site
 from engine.generation import ChainFactory, Ending, Generation, TextFactory, TokenText
@@ -50,7 +53,8 @@ class SchedulerParts:
     tokenizer: TokenText
     begin_chain: ChainFactory
     begin_text: TextFactory
-    prefix_root: Callable[[Request], PrefixRoot]
+    prefix_root: Callable[[Request, bytes], PrefixRoot]
+    adapters: LoadedAdapters
     clock: Callable[[], float]
     draw_seed: Callable[[], int]
     new_error_id: Callable[[], str]
@@ -69,6 +73,7 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._rows: dict[str, Row] = {}
         self._erasures = Erasures(table)
+        self.unloads = Unloads(parts.adapters, self.num_users)
         self._ledger = Ledger()
         self._num_tasks = 0
         self._num_turns = 0
@@ -76,7 +81,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while a step would do something."""
-        return bool(self._rows) or len(self._queue) > 0 or len(self._erasures) > 0
+        waiting = len(self._queue) + len(self._erasures) + len(self.unloads)
+        return bool(self._rows) or waiting > 0
 
     @property
     def num_waiting(self) -> int:
@@ -87,6 +93,12 @@ class Scheduler:
     def rows(self) -> tuple[Row, ...]:
         """The running requests, in order of admission."""
         return tuple(sorted(self._rows.values(), key=lambda row: row.task_id))
+
+    def num_users(self, adapter_id: int) -> int:
+        """Returns how many requests that have begun run under a set with an adapter."""
+        preempted = (arrival.row for arrival in self._queue.in_turn() if arrival.row)
+        rows = (*self._rows.values(), *preempted)
+        return sum(row.adapters.uses(adapter_id) for row in rows)
 
     @property
     def counters(self) -> Counters:
@@ -122,7 +134,11 @@ class Scheduler:
 
         Source: llama.cpp looks at a prompt's length after it has given it a slot.
         """
-        root = self._parts.prefix_root(request)
+        try:
+            adapters = self._parts.adapters.freeze(request.adapters, request.prompt)
+        except EngineError:
+            return  # it would have got none
+        root = self._parts.prefix_root(request, adapters.prefix_key)
         slot = self._table.choose(request.prompt, root=root, pinned=request.slot_id)
         if slot is not None:
             self._table.release(slot)
@@ -138,6 +154,7 @@ class Scheduler:
                 self._queue.discard(arrival.request.request_id)
                 self._ledger.failed(arrival.request, make_error(), None)
         self._erasures.fail(make_error)
+        self.unloads.fail(make_error)
 
     def cancel_all(self, cause: CancelCause) -> None:
         """Ends every request."""
@@ -150,6 +167,7 @@ class Scheduler:
         now_s = self._parts.clock()
         self._expire(now_s)
         self._erasures.run()
+        self.unloads.run()
         self._admit_all(now_s)
         self._make_room()
         runner = self._parts.runner
@@ -180,6 +198,10 @@ class Scheduler:
     def _vacate(self, row: Row) -> Slot:
         """Takes a row off its slot, which keeps what it holds."""
         slot = row.home
+        limit = row.adapters.prefix_limit
+        if limit is not None and len(slot.tokens) > limit:
+            # What follows the invocation is no prefix of anybody's.
+            self._table.cut_back(slot, limit)
         self._table.release(slot)
         row.slot = None
         del self._rows[row.request_id]
@@ -213,7 +235,10 @@ class Scheduler:
         for arrival in self._queue.in_turn():
             request = arrival.request
             tokens = _sequence(arrival)
-            root = self._parts.prefix_root(request)
+            adapters = self._frozen_adapters(arrival)
+            if adapters is None:
+                return True
+            root = self._parts.prefix_root(request, adapters.prefix_key)
             slot = self._table.choose(tokens, root=root, pinned=request.slot_id)
             if slot is None and request.slot_id is not None:
                 continue
@@ -221,13 +246,26 @@ class Scheduler:
                 return False
             # Who waits for pages holds back everybody behind: otherwise short requests could
             # keep a long one waiting for ever.
-            return self._admit(arrival, tokens, root, slot, now_s)
+            return self._admit(arrival, tokens, adapters, root, slot, now_s)
         return False
+
+    def _frozen_adapters(self, arrival: Arrival) -> EffectiveSet | None:
+        """The set that the request keeps from now on; None if it has none, and so has failed."""
+        if arrival.row is not None:
+            return arrival.row.adapters
+        request = arrival.request
+        try:
+            return self._parts.adapters.freeze(request.adapters, request.prompt)
+        except EngineError as error:
+            self._queue.take(arrival)
+            self._ledger.failed(request, error, None)
+            return None
 
     def _admit(
         self,
         arrival: Arrival,
         tokens: tuple[int, ...],
+        adapters: EffectiveSet,
         root: PrefixRoot,
         slot: Slot,
         now_s: float,
@@ -237,8 +275,8 @@ class Scheduler:
         if not tokens:
             self._pass_through(arrival, slot, now_s)
             return True
-        found = self._prefixes.find(slot, root, request, tokens)
-        if self._gains_by_waiting(request, root, tokens, found):
+        found = self._prefixes.find(slot, root, request, tokens, limit=adapters.prefix_limit)
+        if self._gains_by_waiting(arrival, adapters, root, tokens, found):
             return False
         reserve = self._room.admission_tokens(request, len(tokens))
         reuse = self._room.fit(slot, found, num_tokens=reserve)
@@ -246,7 +284,7 @@ class Scheduler:
             return False
         self._queue.take(arrival)
         seed = self._seed(request)
-        row = arrival.row or self._begin_row(arrival, seed, cached=reuse.num_tokens)
+        row = arrival.row or self._begin_row(arrival, adapters, seed, cached=reuse.num_tokens)
         if row is None:
             return True
         try:
@@ -257,31 +295,41 @@ class Scheduler:
             return True
         row.slot = slot
         self._rows[request.request_id] = row
-        self._occupy(slot, request, row.state, row.task_id)
+        self._occupy(slot, row)
         if arrival.row is None:
             self._ledger.started(row, seed=seed, source=reuse.source, no_reuse=reuse.no_reuse)
         return True
 
     def _gains_by_waiting(
-        self, request: Request, root: PrefixRoot, tokens: tuple[int, ...], found: Reuse
+        self,
+        arrival: Arrival,
+        adapters: EffectiveSet,
+        root: PrefixRoot,
+        tokens: tuple[int, ...],
+        found: Reuse,
     ) -> bool:
         """Whether a prompt that is being read will soon hold more of this one than is held now.
 
         Prompts are read one after the other, so the wait costs nothing.
         """
+        request = arrival.request
         if not request.cache_prompt:
             return False
         for row in self._rows.values():
             if row.state is not SlotState.PREFILL or row.home.root != root:
                 continue
             shared = min(common_prefix(row.request.prompt, tokens), len(tokens) - 1)
+            for limit in (adapters.prefix_limit, row.adapters.prefix_limit):
+                shared = shared if limit is None else min(shared, limit)
             is_kin = request.group and row.request.group == request.group
             least = 1 if is_kin else self._table.page_tokens
             if shared - found.num_tokens >= least:
                 return True
         return False
 
-    def _begin_row(self, arrival: Arrival, seed: int, *, cached: int) -> Row | None:
+    def _begin_row(
+        self, arrival: Arrival, adapters: EffectiveSet, seed: int, *, cached: int
+    ) -> Row | None:
         """Makes what a request needs to run; None if that failed, which only ends this request."""
         request = arrival.request
         try:
@@ -292,6 +340,7 @@ class Scheduler:
             return None
         return Row(
             request=request,
+            adapters=adapters,
             task_id=self._next_task_id(),
             generation=generation,
             submitted_s=arrival.submitted_s,
@@ -323,10 +372,12 @@ class Scheduler:
         held = len(slot.tokens)
         self._ledger.nothing_to_do(arrival, slot_id=slot.slot_id, held=held, now_s=now_s)
 
-    def _occupy(self, slot: Slot, request: Request, state: SlotState, task_id: int) -> None:
-        slot.state = state
-        slot.request = request
-        slot.task_id = task_id
+    def _occupy(self, slot: Slot, row: Row) -> None:
+        slot.state = row.state
+        slot.request = row.request
+        slot.task_id = row.task_id
+        if row.adapters.prefix_limit is not None:
+            slot.marked_from = row.adapters.prefix_limit
 
     def _next_task_id(self) -> int:
         task_id = self._num_tasks

@@ -370,6 +370,30 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """A loaded adapter as lists show it. `scale` is its float32 in the server's set.
+
+    `alpha` None: the file has none. `targets` are the full names of the weights that it changes,
+    `active_requests` how many requests that have begun run under a set with it, `digest` its
+    SHA-256.
+    """
+
+    adapter_id: int
+    name: str
+    path: str
+    rank: int
+    alpha: float | None
+    scale: float
+    size_bytes: int
+    active_requests: int
+    task_name: str
+    prompt_prefix: str
+    invocation_tokens: tuple[int, ...]
+    targets: tuple[str, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """What lists and metrics read; published whole after each step, never changed."""
 
@@ -380,6 +404,15 @@ class Snapshot:
     queue_limit: int
     counters: Counters
     step_times: StepTimes = field(default_factory=StepTimes)
+    adapters: tuple[AdapterInfo, ...] = ()
+
+
+@dataclass(frozen=True)
+class StartAdapter:
+    """An adapter to load at start, and its scale in the server's set."""
+
+    path: str
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -391,9 +424,10 @@ class EngineConfig:
     tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
     prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
-    floor. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the device
-    (None: unlimited, 0: off). `kernels` is "native", "xla", or "auto": native where it was built and the device is a
-    CPU.
+    floor. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the
+    device (None: unlimited, 0: off). `kernels` is "native", "xla", or "auto": native where it was
+    built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
+    is as many as those, `max_adapter_rank` None the greatest of theirs.
     """
 
     context_tokens: int
@@ -412,3 +446,6 @@ class EngineConfig:
     threads: int | None = None
     kernels: str = "auto"
     compile_cache: str | None = None
+    adapters: tuple[StartAdapter, ...] = ()
+    max_adapters: int | None = None
+    max_adapter_rank: int | None = None

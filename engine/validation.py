@@ -40,6 +40,7 @@ class RequestLimits:
     context_tokens: int
     kv_pages: int
     page_tokens: int
+    adapter_ids: frozenset[int] = frozenset()
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -58,14 +59,26 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         raise InvalidField("request_id", f"must have 1 to {MAX_ID_CHARS} characters, has {length}")
     if request.slot_id is not None and not 0 <= request.slot_id < limits.num_slots:
         raise NoSuchSlot(request.slot_id, limits.num_slots)
-    for adapter in request.adapters or ():
-        raise NoSuchAdapter(adapter.adapter_id)
+    _check_adapters(request, limits)
     _check_vocab(request.prompt, limits.vocab_size)
     _check_vocab(request.preserved_tokens, limits.vocab_size)
     _check_vocab((token_id for token_id, _ in request.sampling.logit_bias), limits.vocab_size)
     _check_budget(request)
     _check_sampling(request.sampling)
     _check_fit(request, limits)
+
+
+def _check_adapters(request: Request, limits: RequestLimits) -> None:
+    """Looked up again at admission: an adapter may be unloaded while the request waits."""
+    seen: set[int] = set()
+    for index, entry in enumerate(request.adapters or ()):
+        if entry.adapter_id not in limits.adapter_ids:
+            raise NoSuchAdapter(entry.adapter_id)
+        if entry.adapter_id in seen:
+            field = f"adapters.scales[{index}].adapter_id"
+            raise InvalidField(field, f"{entry.adapter_id} is named twice")
+        seen.add(entry.adapter_id)
+        _check_float(f"adapters.scales[{index}].scale", entry.scale)
 
 
 def _check_vocab(token_ids: Iterable[int], vocab_size: int) -> None:

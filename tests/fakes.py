@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.content import AdapterContent
+from engine.adapters.desk import NO_ADAPTERS, AdapterSetup
+from engine.adapters.fit import TargetModel
 from engine.engine import Engine, EngineParts
 from engine.failpoints import Failpoints
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
@@ -30,6 +34,8 @@ from engine.step import (
 from engine.types import EngineConfig, EventSink, PoolKind, Request
 
 _UNWRITTEN = -1
+# Tokens are written with a number of the adapters that they were evaluated under.
+_UNDER = 1 << 10
 
 
 class FakeClock:
@@ -121,6 +127,20 @@ def hashed_logits(history: Sequence[int], vocab_size: int) -> FloatArray:
     return noise.astype(np.float32) / np.float32(8192)
 
 
+def set_number(members: Iterable[tuple[bytes, float]]) -> int:
+    """A number of a set of adapters, by content and scale; 0 for none."""
+    named = sorted((digest, np.float32(scale).tobytes()) for digest, scale in members)
+    if not named:
+        return 0
+    data = b"".join(digest + scale for digest, scale in named)
+    return 1 + int.from_bytes(hashlib.sha256(data).digest()[:2], "little")
+
+
+def under(tokens: Sequence[int], number: int, start: int = 0) -> list[int]:
+    """Tokens as the fake model's history has them, from `start` on under a set of adapters."""
+    return [token + _UNDER * (number if i >= start else 0) for i, token in enumerate(tokens)]
+
+
 def model_logits(history: Sequence[int], vocab_size: int, window: int | None = None) -> FloatArray:
     """What `FakeRunner` answers to a sequence evaluated alone; with a window, it looks there too."""
     recent = () if window is None else history[-window:]
@@ -200,6 +220,8 @@ class FakeRunner:
     fail_with: Exception | None = None
     poison: tuple[int, ...] | None = None
     on_run: Callable[[StepBatch], None] | None = None
+    places: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    num_places: int = 0
     batches: list[StepBatch] = field(default_factory=list[StepBatch])
     keep_batches: bool = False
     transfer_pages: int = 2
@@ -267,6 +289,16 @@ class FakeRunner:
                 self._write(self._window_memory, work.window_pages, work)
         return [self._logits(work) for work in works]
 
+    def write_adapter(self, place: int, content: AdapterContent) -> None:
+        """Takes an adapter into a free place."""
+        assert 0 <= place < self.num_places
+        assert place not in self.places, "a place that is taken"
+        self.places[place] = content.facts.digest
+
+    def clear_adapter(self, place: int) -> None:
+        """Frees a place."""
+        del self.places[place]
+
     def _check(self, batch: StepBatch, works: Sequence[SequenceWork]) -> None:
         assert len(batch.decodes) <= self.max_decodes
         assert all(len(work.tokens) == 1 for work in batch.decodes)
@@ -317,7 +349,11 @@ class FakeRunner:
         )
 
     def _write(self, memory: IntArray, pages: Sequence[int], work: SequenceWork) -> None:
-        for position, token in enumerate(work.tokens, work.start):
+        used = [place for place, _ in work.adapters]
+        assert len(set(used)) == len(used), "a place is twice in a set"
+        assert all(scale for _, scale in work.adapters), "an adapter that is off costs"
+        number = set_number((self.places[place], scale) for place, scale in work.adapters)
+        for position, token in enumerate(under(work.tokens, number), work.start):
             memory[pages[position // self.page_tokens], position % self.page_tokens] = token
 
     def _read(self, memory: IntArray, pages: Sequence[int], start: int, end: int) -> list[int]:
@@ -340,11 +376,12 @@ class FakeRunner:
             recent = seen[-self.window :]
         if not work.wants_logits:
             return None
-        if self.poison is not None and tuple(history[: len(self.poison)]) == self.poison:
+        tokens = [token % _UNDER for token in history]
+        if self.poison is not None and tuple(tokens[: len(self.poison)]) == self.poison:
             return FakeRow(np.full(self.vocab_size, np.nan, dtype=np.float32))
         logits = hashed_logits([*history, *recent], self.vocab_size)
         if self.next_token is not None:
-            logits[self.next_token(history)] += np.float32(20)
+            logits[self.next_token(tokens)] += np.float32(20)
         return FakeRow(logits)
 
 
@@ -432,6 +469,7 @@ def fake_engine(
     failpoints: Failpoints | None = None,
     training_tokens: int = 1 << 20,
     window: int | None = None,
+    num_adapters: int = 0,
 ) -> Engine:
     """The real engine over the fakes, not started. The default has 4 slots of 256 tokens.
 
@@ -440,8 +478,10 @@ def fake_engine(
     config = config or EngineConfig(context_tokens=256, num_slots=4, page_tokens=16)
     plan = plan_memory(config, fake_shape(window), training_tokens)
     error_ids = iter(range(1 << 62))
+    runner = runner or fitting_runner(plan)
     parts = EngineParts(
-        runner=runner or fitting_runner(plan),
+        runner=runner,
+        adapters=_adapter_setup(runner, num_adapters),
         tokenizer=FakeTokenizer(),
         begin_chain=begin_greedy,
         begin_text=PlainText,
@@ -451,6 +491,14 @@ def fake_engine(
         failpoints=failpoints or Failpoints(),
     )
     return Engine(config, plan, parts, sink=sink)
+
+
+def _adapter_setup(runner: FakeRunner, count: int) -> AdapterSetup:
+    if not count:
+        return NO_ADAPTERS
+    runner.num_places = count
+    model = TargetModel("fake", runner.vocab_size, {"blk.0.attn_q.weight": (4, 4)})
+    return AdapterSetup(runner, AdapterCapacity(count=count, rank=4), model)
 
 
 def fitting_runner(plan: MemoryPlan) -> FakeRunner:

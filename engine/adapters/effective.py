@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from engine.types import AdapterScale
 
 _TOKEN = struct.Struct("<I")
+_MEMBER = struct.Struct("<32sf")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class EffectiveSet:
     @property
     def key(self) -> bytes:
         """What prefixes under this set start with: b"" if nothing changes the base model."""
-        return b"".join(m.digest + struct.pack("<f", m.scale) for m in self.members)
+        return b"".join(_MEMBER.pack(m.digest, m.scale) for m in self.members)
 
     @property
     def scales(self) -> tuple[AdapterScale, ...]:
@@ -51,6 +52,19 @@ class EffectiveSet:
     def is_activated(self) -> bool:
         """Whether it is one activated adapter, which leaves the beginning of the prompt alone."""
         return bool(self.members) and self.active_from > 0
+
+    @property
+    def prefix_key(self) -> bytes:
+        """Under which key tokens are found again: an activated set shares the base model's.
+
+        That holds up to `active_from`; what follows is nobody's prefix.
+        """
+        return b"" if self.is_activated else self.key
+
+    @property
+    def prefix_limit(self) -> int | None:
+        """How many leading tokens may be reused; None for all."""
+        return self.active_from if self.is_activated else None
 
     def uses(self, adapter_id: int) -> bool:
         """Whether an adapter is in the set."""
@@ -68,6 +82,11 @@ class EffectiveSet:
 
 
 BASE = EffectiveSet()
+
+
+def split_key(key: bytes) -> tuple[tuple[bytes, float], ...]:
+    """Returns the digests and scales that a key is made of."""
+    return tuple(_MEMBER.iter_unpack(key))
 
 
 def to_float32(value: float) -> float:

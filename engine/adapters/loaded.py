@@ -27,7 +27,7 @@ from engine.adapters.effective import (
 from engine.adapters.errors import AdapterExists, AdapterRoom
 from engine.adapters.store import AdapterStore
 from engine.errors import InvalidField, NoSuchAdapter
-from engine.types import AdapterScale
+from engine.types import AdapterInfo, AdapterScale
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,26 @@ class LoadedAdapter:
     facts: AdapterFacts
 
 
+def describe_adapter(adapter: LoadedAdapter, active_requests: int) -> AdapterInfo:
+    """Returns an adapter as lists show it."""
+    facts = adapter.facts
+    return AdapterInfo(
+        adapter_id=adapter.adapter_id,
+        name=adapter.name,
+        path=adapter.path,
+        rank=facts.rank,
+        alpha=facts.alpha,
+        scale=adapter.scale,
+        size_bytes=facts.nbytes,
+        active_requests=active_requests,
+        task_name=facts.task_name,
+        prompt_prefix=facts.prompt_prefix,
+        invocation_tokens=facts.invocation_tokens,
+        targets=facts.targets,
+        digest=facts.digest,
+    )
+
+
 class LoadedAdapters:
     """The set of loaded adapters."""
 
@@ -59,18 +79,24 @@ class LoadedAdapters:
         """Starts with all places free."""
         self._store = store
         self._capacity = capacity
+        # Replaced, never changed: other threads read it.
         self._adapters: dict[int, LoadedAdapter] = {}
         self._next_id = 0
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """By rising id."""
+        """By rising id; any thread may ask."""
         return tuple(self._adapters.values())
 
     @property
     def capacity(self) -> AdapterCapacity:
         """How many fit, and of which rank."""
         return self._capacity
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Their ids; any thread may ask."""
+        return frozenset(self._adapters)
 
     def attach(self, new: NewAdapter) -> LoadedAdapter:
         """Puts an adapter into a free place; the same name with the same content is that one.
@@ -95,7 +121,7 @@ class LoadedAdapters:
             self._next_id, free[0], new.name, new.path, scale, new.content.facts
         )
         self._next_id += 1
-        self._adapters[adapter.adapter_id] = adapter
+        self._adapters = self._adapters | {adapter.adapter_id: adapter}
         return adapter
 
     def detach(self, adapter_id: int) -> int:
@@ -106,7 +132,7 @@ class LoadedAdapters:
         """
         adapter = self.get(adapter_id)
         self._store.clear_adapter(adapter.place)
-        del self._adapters[adapter_id]
+        self._adapters = {i: one for i, one in self._adapters.items() if i != adapter_id}
         return adapter.facts.nbytes
 
     def get(self, adapter_id: int) -> LoadedAdapter:

@@ -58,7 +58,7 @@ class Ledger:
                 cached_tokens=row.cached_tokens,
                 cache_source=source,
                 no_reuse=no_reuse,
-                adapters=(),
+                adapters=row.adapters.scales,
                 seed=seed,
             ),
         )

@@ -24,7 +24,7 @@ class StepPlan:
 
     def length(self, row: Row) -> int:
         """Returns how many tokens of one of its rows the step evaluates."""
-        return min(self.chunk_tokens, row.num_pending) if row is self.chunk else 1
+        return row.next_length(self.chunk_tokens if row is self.chunk else 1)
 
     def batch(self) -> StepBatch:
         """Returns what the runner is to evaluate."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.adapters.effective import BASE, EffectiveSet
 from engine.generation import Generation
 from engine.slots.table import Slot
 from engine.step import SequenceWork
@@ -27,7 +28,7 @@ class Arrival:
 class Row:
     """A running (or pre-empted) request.
 
-    `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
+    `adapters` is the set that it keeps to its end. `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
     counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
     counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated.
     """
@@ -41,6 +42,7 @@ class Row:
     prompt_done: int
     slot: Slot | None
     last_turn: int = -1
+    adapters: EffectiveSet = BASE
 
     @property
     def request_id(self) -> str:
@@ -80,14 +82,21 @@ class Row:
         head = list(prompt[start:end]) if start < split else []
         return head + sampled[max(0, start - split) : max(0, end - split)]
 
+    def next_length(self, max_tokens: int) -> int:
+        """Returns how many tokens the next step takes, all under the same adapters."""
+        start = len(self.home.tokens)
+        end = min(start + max_tokens, self.num_tokens)
+        return self.adapters.span_end(start, end) - start
+
     def work(self, max_tokens: int) -> SequenceWork:
         """Returns the next step's work of this row, of at most `max_tokens` tokens."""
         start = len(self.home.tokens)
-        end = min(start + max_tokens, self.num_tokens)
+        end = start + self.next_length(max_tokens)
         return SequenceWork(
             tokens=self.tokens(start, end),
             start=start,
             pages=tuple(self.home.pages),
             wants_logits=end == self.num_tokens,
             window_pages=tuple(self.home.window.page_ids),
+            adapters=self.adapters.at(start),
         )

@@ -18,9 +18,14 @@ from engine.step import PageStore
 from engine.types import CacheSource, PoolKind, Request
 
 
-def prefix_root(request: Request, *, model: bytes, kv_dtype: str) -> PrefixRoot:
-    """Returns what a request's prefixes start from: the one place that decides it."""
-    return PrefixRoot(model=model, kv_dtype=kv_dtype, adapters=b"", tenant=request.tenant)
+def prefix_root(
+    request: Request, adapters: bytes = b"", *, model: bytes, kv_dtype: str
+) -> PrefixRoot:
+    """Returns what a request's prefixes start from: the one place that decides it.
+
+    `adapters` is the prefix key of its effective set.
+    """
+    return PrefixRoot(model=model, kv_dtype=kv_dtype, adapters=adapters, tenant=request.tenant)
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,25 @@ class Prefixes:
         self._host = table.index.host_tier
         self._store = store
 
-    def find(self, slot: Slot, root: PrefixRoot, request: Request, prompt: Sequence[int]) -> Reuse:
+    def find(
+        self,
+        slot: Slot,
+        root: PrefixRoot,
+        request: Request,
+        prompt: Sequence[int],
+        *,
+        limit: int | None = None,
+    ) -> Reuse:
         """Returns the longest prefix that an idle slot can have, at equal length its own.
+
+        It has at most `limit` tokens (None: any number).
 
         At least one token is left to evaluate, because its logits are needed: the same prompt
         again reuses all but one.
         """
         if not request.cache_prompt:
             return Reuse(0, no_reuse="the request turned prompt caching off")
-        limit = len(prompt) - 1
+        limit = len(prompt) - 1 if limit is None else min(limit, len(prompt) - 1)
         own = self._own(slot, root, prompt, limit)
         if own.num_tokens == limit:
             return own

@@ -33,9 +33,9 @@ class Slot:
 
     `nodes` are the first of these pages that the prefix index lists, under `root` (None: nothing
     was held yet). `window` are its pages of sliding-window layers, empty where the model has none.
-    Tokens from `marked_from` on were moved from elsewhere, so no other slot may use them (None:
-    none was). `last_used` orders releases (-1: never used). `request` is the one served now or
-    last, `task_id` its number (-1: none yet).
+    Tokens from `marked_from` on were moved from elsewhere, or made under an activated adapter, so
+    no other slot may use them (None: none was). `last_used` orders releases (-1: never used).
+    `request` is the one served now or last, `task_id` its number (-1: none yet).
     """
 
     slot_id: int
@@ -180,6 +180,12 @@ class SlotTable:
         if slot.marked_from is not None and slot.marked_from >= len(slot.tokens):
             slot.marked_from = None
         return self._pages.release(dropped)
+
+    def cut_back(self, slot: Slot, num_tokens: int) -> None:
+        """Keeps the first tokens of a slot as far as it can go on from there, else none."""
+        if self._windows and not self._windows.can_continue(slot.window, num_tokens):
+            num_tokens = 0
+        self.truncate(slot, num_tokens)
 
     def register(self, slot: Slot) -> None:
         """Lists what the slot holds in the prefix index, so that any slot can share it."""

@@ -14,6 +14,7 @@ from engine.adapters.effective import (
     SetMember,
     last_occurrence,
     make_set,
+    split_key,
     to_float32,
 )
 from engine.types import AdapterScale
@@ -24,6 +25,7 @@ A, B = bytes([1]) * 32, bytes([2]) * 32
 def test_the_key_is_content_and_scale_bits() -> None:
     one = make_set([SetMember(0, 3, B, 0.5), SetMember(1, 0, A, 1.0)])
     assert one.key == A + struct.pack("<f", 1.0) + B + struct.pack("<f", 0.5)
+    assert split_key(one.key) == ((A, 1.0), (B, 0.5))
     # Ids, places and the order of naming change nothing.
     assert make_set([SetMember(7, 1, A, 1.0), SetMember(4, 2, B, 0.5)]).key == one.key
     assert make_set([SetMember(0, 3, B, 0.25), SetMember(1, 0, A, 1.0)]).key != one.key

@@ -1,0 +1,118 @@
+"""The doors to the loaded adapters: any thread may use them, the engine thread does the work.
+
+Files are read and checked on the caller's thread; what changes the loaded set is a command that the
+engine takes between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.content import AdapterContent
+from engine.adapters.fit import TargetModel
+from engine.adapters.loaded import LoadedAdapter, LoadedAdapters, NewAdapter
+from engine.adapters.source import read_adapter
+from engine.adapters.store import AdapterStore
+from engine.adapters.unloading import Unload
+from engine.types import AdapterScale
+
+
+@dataclass(frozen=True)
+class AdapterSetup:
+    """What an engine that takes adapters is made with."""
+
+    store: AdapterStore
+    capacity: AdapterCapacity
+    model: TargetModel
+
+    @property
+    def bank_bytes(self) -> int:
+        """Memory of the banks, whether in use or not."""
+        return self.capacity.nbytes(self.model.matrices.values())
+
+
+@dataclass(frozen=True)
+class EngineDoors:
+    """How a desk reaches its engine.
+
+    `command` runs work between two steps; `watch` posts work that itself answers a future, which
+    must not be left without an answer; `add_unload` queues an unload, on the engine thread.
+    """
+
+    command: Callable[[Callable[[], Any]], Future[Any]]
+    watch: Callable[[Future[Any], Callable[[], None]], None]
+    add_unload: Callable[[Unload], None]
+
+
+class AdapterDesk:
+    """Loads, lists, scales and unloads adapters of a running engine."""
+
+    def __init__(self, setup: AdapterSetup, loaded: LoadedAdapters, doors: EngineDoors) -> None:
+        self._setup = setup
+        self._loaded = loaded
+        self._doors = doors
+
+    @property
+    def setup(self) -> AdapterSetup:
+        """How many adapters of which rank the engine takes, and of which model."""
+        return self._setup
+
+    def read(self, path: Path) -> AdapterContent:
+        """Reads and checks a file or a folder, on this thread.
+
+        Raises:
+            EngineError: As `engine.adapters.source.read_adapter`.
+        """
+        return read_adapter(path, self._setup.model, self._setup.capacity.rank)
+
+    def load(self, new: NewAdapter) -> Future[LoadedAdapter]:
+        """Attaches an adapter that was read; the future raises as `LoadedAdapters.attach`.
+
+        Raises:
+            EngineError: ShuttingDown or EngineFault.
+        """
+        return self._doors.command(lambda: self._loaded.attach(new))
+
+    def set_scales(self, scales: Sequence[AdapterScale]) -> Future[None]:
+        """Replaces the server's set for requests that are admitted later.
+
+        The future raises NoSuchAdapter.
+
+        Raises:
+            EngineError: ShuttingDown or EngineFault.
+        """
+        return self._doors.command(lambda: self._loaded.set_scales(scales))
+
+    def unload(self, adapter_id: int, *, fail_if_busy: bool = False) -> Future[int]:
+        """Unloads an adapter once no request uses it; cancel the future to stop waiting.
+
+        The future gets the bytes that were freed, or raises NoSuchAdapter, AdapterInUse,
+        ShuttingDown or EngineFault.
+
+        Raises:
+            EngineError: NoSuchAdapter, ShuttingDown or EngineFault.
+        """
+        self._loaded.get(adapter_id)
+        done: Future[int] = Future()
+        unload = Unload(adapter_id, fail_if_busy, done)
+        self._doors.watch(done, lambda: self._doors.add_unload(unload))
+        return done
+
+
+class _NoStore:
+    """Banks without a place."""
+
+    def write_adapter(self, place: int, content: AdapterContent) -> None:
+        raise AssertionError(f"an adapter in place {place} of none")
+
+    def clear_adapter(self, place: int) -> None:
+        raise AssertionError(f"an adapter in place {place} of none")
+
+
+NO_ADAPTERS = AdapterSetup(_NoStore(), AdapterCapacity(), TargetModel("", 0, {}))
+"""Of an engine that takes no adapters."""
