@@ -16,6 +16,7 @@ from gateway.fields import lenient_flag
 from gateway.infill import infill
 from gateway.native import NativeDialect
 from gateway.openai_completions import CompletionsDialect
+from gateway.pools import get_pools, rebuild_pools
 from gateway.rerank import rerank
 from gateway.sse import EventStream
 
@@ -71,6 +72,9 @@ def route_table() -> list[RouteRow]:
         ("POST", ("/slots/{id_slot}",), slots.act_on_slot),
         ("GET", ("/lora-adapters",), ops.list_adapters),
         ("POST", ("/lora-adapters",), ops.set_adapter_scales),
+        # Ours.
+        ("GET", ("/pools",), get_pools),
+        ("POST", ("/pools",), rebuild_pools),
         # Operations.
         ("GET", _both("/health"), ops.health),
         ("GET", _both("/models"), ops.list_models),

@@ -14,6 +14,7 @@ from kvarts.v1 import (
     generation_pb2_grpc,
     lora_pb2_grpc,
     model_pb2_grpc,
+    rebuild_pb2_grpc,
     slot_pb2_grpc,
     tokenization_pb2_grpc,
 )
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvarts.v1.generation_pb2_grpc import GenerationServiceAsyncStub
     from kvarts.v1.lora_pb2_grpc import LoraServiceAsyncStub
     from kvarts.v1.model_pb2_grpc import ModelServiceAsyncStub
+    from kvarts.v1.rebuild_pb2_grpc import RebuildServiceAsyncStub
     from kvarts.v1.slot_pb2_grpc import SlotServiceAsyncStub
     from kvarts.v1.tokenization_pb2_grpc import TokenizationServiceAsyncStub
 
@@ -57,6 +59,7 @@ class Service:
     embedding: EmbeddingServiceAsyncStub
     slots: SlotServiceAsyncStub
     lora: LoraServiceAsyncStub
+    rebuild: RebuildServiceAsyncStub
 
 
 def connect(options: GatewayOptions) -> Service:
@@ -78,6 +81,7 @@ def over(channel: grpc.aio.Channel) -> Service:
         embedding=embedding_pb2_grpc.EmbeddingServiceStub(channel),
         slots=slot_pb2_grpc.SlotServiceStub(channel),
         lora=lora_pb2_grpc.LoraServiceStub(channel),
+        rebuild=rebuild_pb2_grpc.RebuildServiceStub(channel),
     )
 
 

@@ -24,6 +24,8 @@ from kvarts.v1 import (
     lora_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    rebuild_pb2,
+    rebuild_pb2_grpc,
     slot_pb2,
     slot_pb2_grpc,
     tokenization_pb2,
@@ -147,6 +149,7 @@ class FakeService(
     slot_pb2_grpc.SlotServiceServicer,
     lora_pb2_grpc.LoraServiceServicer,
     embedding_pb2_grpc.EmbeddingServiceServicer,
+    rebuild_pb2_grpc.RebuildServiceServicer,
 ):
     """All services in one object; tests change its attributes."""
 
@@ -162,6 +165,9 @@ class FakeService(
         self.model = _model()
         self.info = _info()
         self.embeds: list[embedding_pb2.EmbedRequest] = []
+        self.pools = rebuild_pb2.GetPoolsResponse()
+        self.rebuilds: list[rebuild_pb2.RebuildRequest] = []
+        self.rebuilt = rebuild_pb2.RebuildResponse()
         self.adapters: list[lora_pb2.Adapter] = []
         # The calls of TokenizationService as they come; a service that stops refuses them.
         self.text_calls = asyncio.Queue[str]()
@@ -182,6 +188,7 @@ class FakeService(
         slot_pb2_grpc.add_SlotServiceServicer_to_server(self, self._server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(self, self._server)
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self, self._server)
+        rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(self, self._server)
         cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self.set_serving(True)
@@ -259,6 +266,16 @@ class FakeService(
                 values=[count, 0.5] * rows, dimension=2, num_rows=rows, prompt_tokens=count
             )
         return reply
+
+    async def GetPools(self, request: Any, context: Any) -> rebuild_pb2.GetPoolsResponse:
+        del request, context
+        return self.pools
+
+    async def Rebuild(self, request: Any, context: Any) -> rebuild_pb2.RebuildResponse:
+        if refusal := self.refusals.get("Rebuild"):
+            await context.abort_with_status(rpc_status.to_status(refusal.status))
+        self.rebuilds.append(request)
+        return self.rebuilt
 
     async def ApplyChatTemplate(
         self, request: Any, context: Any
