@@ -240,6 +240,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
     slots = parsed["num_slots"]
     is_automatic = slots == -1
     unified = parsed["unified"]
+    cache_ram_mib = parsed["cache_ram_mib"]
     return EngineConfig(
         context_tokens=parsed["context_tokens"],
         num_slots=_DEFAULT_SLOTS if is_automatic else slots,
@@ -251,6 +252,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         swa_evict_interval=parsed["swa_evict_interval"],
         kernels=parsed["kernels"],
         slot_similarity=parsed["slot_similarity"],
+        host_cache_bytes=None if cache_ram_mib == -1 else cache_ram_mib << 20,
         queue_requests=parsed["queue_requests"],
         queue_bytes=parsed["queue_bytes"],
         threads=None if parsed["threads"] == -1 else parsed["threads"],

@@ -100,6 +100,17 @@ class Room:
         self._table.grow(slot, num_tokens)
         return True
 
+    def take(self, num_pages: int, *, besides: Slot, may_evict: bool) -> list[int] | None:
+        """Takes pages that nobody refers to yet, each with one holder, for a state to be put there.
+
+        Cached prefixes and idle slots other than `besides` lose theirs if `may_evict`. Returns None
+        if too few are free without that, or if running requests hold too many. Raises whatever the
+        device raises.
+        """
+        if may_evict:
+            self._make_free(num_pages, besides=besides)
+        return self._pages.allocate(num_pages) if num_pages <= self._pages.num_free else None
+
     def is_short(self, row: Row) -> bool:
         """Returns whether the row's next token needs a page that its slot does not have."""
         return self._table.pages_to_grow(row.home, len(row.home.tokens) + 1) > 0

@@ -208,6 +208,43 @@ class SlotTable:
         slot.last_used = self._num_releases
         self._num_releases += 1
 
+    def adopt(
+        self,
+        slot: Slot,
+        root: PrefixRoot,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        window: WindowHeld | None = None,
+        checkpoints: Sequence[Checkpoint] = (),
+    ) -> None:
+        """Makes an idle slot hold a state that somebody put into pages, and lists it.
+
+        From then on the ordinary prefix match finds it, as if the slot had evaluated `tokens`. What
+        the slot held before is let go first; as far as it is listed it stays reusable.
+
+        Args:
+            slot: The slot; idle.
+            root: What the state was made under.
+            tokens: The tokens whose state it is, at least one.
+            pages: Their kv pages in order, exactly as many as they need, each with one holder that
+                becomes the slot.
+            window: Likewise of the swa pool, trimmed; None where the model has no windows.
+            checkpoints: Where else the sequence can be continued. They get holders of their own on
+                the pages that they name, so the caller gives its own back.
+        """
+        self.truncate(slot, 0)
+        slot.root, slot.tokens, slot.pages = root, list(tokens), list(pages)
+        if window is not None:
+            slot.window = window
+        self.release(slot)
+        for checkpoint in checkpoints:
+            self._keep(slot, checkpoint)
+
+    def checkpoints_of(self, slot: Slot) -> list[Checkpoint]:
+        """Returns where the slot's sequence can be continued besides its end, by position."""
+        found = [c for node in slot.nodes for c in node.checkpoints]
+        return sorted(found, key=lambda checkpoint: checkpoint.position)
+
     def discard(self, slot: Slot) -> None:
         """Empties a slot whose last pages may hold anything, and forgets what lay in those."""
         for node in slot.nodes[len(slot.tokens) // self.page_tokens :]:
@@ -287,7 +324,8 @@ class SlotTable:
         return index * self.page_tokens + slot.nodes[index].num_tokens <= len(slot.tokens)
 
     def _keep(self, slot: Slot, checkpoint: Checkpoint) -> None:
-        for node in slot.nodes[-1:]:
+        last = max(checkpoint.position - 1, 0) // self.page_tokens
+        for node in slot.nodes[last : last + 1]:
             for other in node.checkpoints:
                 if other.position == checkpoint.position:
                     self.checkpoints.touch(other)

@@ -11,7 +11,7 @@ from service.flags import Flag, Verdict
 _THREADS = "the thread pool is XLA's; -t sets its size"
 _OFFLOAD = "a model is placed on one device as a whole"
 _MEMORY = "weights are mapped, then held once in memory"
-_HOST_CACHE = "prompts are kept in the KV pool only"
+_CHECKPOINTS = "checkpoints of windows are kept at ends of prompts and answers while pages last"
 _COSMETIC = "the form of the log is --log-format's"
 _PROJECTOR = "only text is taken"
 
@@ -98,21 +98,20 @@ IGNORED = (
         variable="LLAMA_ARG_SWA_FULL",
     ),
     _ignored(
-        "prefixes are reused by page, without checkpoints",
+        _CHECKPOINTS,
         "-ctxcp",
         "--swa-checkpoints",
         "--ctx-checkpoints",
         variable="LLAMA_ARG_CTX_CHECKPOINTS",
     ),
     _ignored(
-        "prefixes are reused by page, without checkpoints",
+        _CHECKPOINTS,
         "-cms",
         "--checkpoint-min-step",
         variable="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",
     ),
-    _ignored(_HOST_CACHE, "-cram", "--cache-ram", variable="LLAMA_ARG_CACHE_RAM"),
     _switch(
-        _HOST_CACHE,
+        "what idle slots hold can be reused by every slot",
         "--cache-idle-slots",
         off=("--no-cache-idle-slots",),
         variable="LLAMA_ARG_CACHE_IDLE_SLOTS",

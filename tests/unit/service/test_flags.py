@@ -232,7 +232,7 @@ _PEER_SUITE = (
     [
         "",
         "--slots --jinja --metrics --cont-batching --kv-unified --verbose",
-        "--cache-ram 100 --no-cache-idle-slots --swa-full -fa on --no-mmproj",
+        "--no-cache-idle-slots --swa-full -fa on --no-mmproj",
         "--tags a,b --no-ui --api-key k --api-prefix /x --threads 2 --n-gpu-layers 0",
         "-ctk f32 -ctv f32 --backend_sampling --no-warmup --reasoning auto --no-models-autoload",
     ],

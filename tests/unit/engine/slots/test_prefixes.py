@@ -246,3 +246,40 @@ def test_checkpoints_make_room_for_running_windows() -> None:
     windows = lanes.table.windows
     assert windows is not None
     assert 0 < len(lanes.table.checkpoints) < 12
+
+
+def restored(lanes: Lanes, tokens: list[int], slot_id: int) -> None:
+    """Carries slot 0's state through the host into pages of another slot, and erases slot 0."""
+    source, slot = lanes.table.slot(0), lanes.table.slot(slot_id)
+    pages = lanes.room.take(-(-len(tokens) // PAGE), besides=slot, may_evict=True)
+    assert pages is not None
+    for old, new in zip(source.pages, pages, strict=True):
+        content = lanes.runner.read_pages(PoolKind.KV, [old]).wait()
+        lanes.runner.write_pages(PoolKind.KV, [new], content)
+    lanes.table.erase(source)
+    lanes.table.adopt(slot, root(Request("r", ())), tokens, pages)
+    lanes.table.check_integrity()
+
+
+def test_a_state_that_was_put_into_pages_is_found_like_any_other() -> None:
+    lanes = Lanes()
+    tokens = list(range(10))
+    lanes.serve(0, tokens)
+    lanes.serve(1, range(50, 60))
+    restored(lanes, tokens, 1)
+    assert lanes.find(1, tokens).num_tokens == 9
+    assert lanes.serve(2, [*tokens, 3]).num_tokens == 10
+    # What the slot held before is still listed.
+    assert lanes.serve(0, [*range(50, 60), 3]).num_tokens == 10
+
+
+def test_pages_for_a_state_are_not_taken_from_others_unasked() -> None:
+    lanes = Lanes(size=4)
+    lanes.serve(0, range(10))
+    slot = lanes.table.slot(1)
+    assert lanes.room.take(2, besides=slot, may_evict=False) is None
+    assert lanes.table.slot(0).tokens
+    taken = lanes.room.take(2, besides=slot, may_evict=True)
+    assert taken is not None
+    assert len(taken) == 2
+    assert lanes.room.take(9, besides=slot, may_evict=True) is None
