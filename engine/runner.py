@@ -26,7 +26,9 @@ from engine.adapters.content import AdapterContent
 from engine.errors import InvalidField
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
+from engine.model.context import vector
 from engine.model.decoder import forward
+from engine.model.moving import TokenMoves, can_move
 from engine.model.page_io import PageIo
 from engine.model.place import Place, num_units, place_layers
 from engine.model.spec import ModelSpec
@@ -145,6 +147,7 @@ class JaxRunner:
         )
         self._weights = weights
         self._config = config
+        self._moves = self._token_moves()
         self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
         self._limits = _step_limits(spec, config)
         self._programs: dict[Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
@@ -196,6 +199,7 @@ class JaxRunner:
         work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
         work += self._page_io.compilations(self._pool)
         work += self._banks.compilations() if self._banks else []
+        work += [partial(self._moves.compile, self._pool)] if self._moves else []
         with ThreadPoolExecutor(workers) as pool:
             compiling = [pool.submit(one) for one in work]
             for done, compiled in enumerate(compiling, 1):
@@ -272,6 +276,30 @@ class JaxRunner:
     def copy_pages(self, kind: PoolKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole pages on the device."""
         self._change_pages(lambda pool: self._page_io.copy(pool, kind, sources, targets))
+
+    @property
+    def can_move_tokens(self) -> bool:
+        """Whether this model's tokens can be moved to other positions."""
+        return self._moves is not None
+
+    def move_tokens(
+        self,
+        old_pages: Sequence[int],
+        new_pages: Sequence[int],
+        first: int,
+        sources: Sequence[int],
+    ) -> None:
+        """See `engine.step.PageStore`."""
+        moves = self._moves
+        assert moves, "tokens of this model cannot be moved"
+        self._change_pages(lambda pool: moves.move(pool, old_pages, new_pages, first, sources))
+
+    def _token_moves(self) -> TokenMoves | None:
+        spec, given = self._spec, self._weights.globals
+        if not can_move(spec):
+            return None
+        factors = [vector(given, rope.factors) if rope.factors else None for rope in spec.ropes]
+        return TokenMoves(spec, factors, self._places, self._config.num_pages)
 
     def _change_pages(self, change: Callable[[KvPool], KvPool]) -> None:
         given = self._pool

@@ -190,6 +190,30 @@ class PageStore(Protocol):
         """
         ...
 
+    @property
+    def can_move_tokens(self) -> bool:
+        """Whether `move_tokens` may be called: a fact of the model."""
+        ...
+
+    def move_tokens(
+        self,
+        old_pages: Sequence[int],
+        new_pages: Sequence[int],
+        first: int,
+        sources: Sequence[int],
+    ) -> None:
+        """Puts tokens of the kv pool at other positions and turns their keys by the difference.
+
+        The token at position `sources[i]` of the sequence in `old_pages` goes to position
+        `first + i` of the one in `new_pages`. Sources rise and no token goes up, so that a sequence
+        may be moved within its own pages.
+
+        Raises:
+            ValueError: an id or a position is outside its pages, or the sources are not so.
+            PoolLost: as `Runner.run`.
+        """
+        ...
+
 
 class Runner(PageStore, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""

@@ -36,6 +36,7 @@ from engine.types import EngineConfig, EventSink, PoolKind, Request
 _UNWRITTEN = -1
 # Tokens are written with a number of the adapters that they were evaluated under.
 _UNDER = 1 << 10
+_MOVED = 128  # above every token of the alphabet
 
 
 class FakeClock:
@@ -166,20 +167,28 @@ def pattern(tokens: IntArray, num_layers: int) -> PageContent:
     """What the fake device holds for tokens: another number at every layer and head, exact in f16.
 
     So content of another layer, head, token or of the other array is never taken for the right one.
+    Components take turns with the low byte of the token and with what is above it.
     """
     heads, dim = _TOKEN_SHAPE
     places = np.arange(num_layers * heads).reshape(num_layers, 1, heads, 1)
-    keys = tokens.reshape(1, -1, 1, 1) * 16 + places * 4 + np.zeros((1, 1, 1, dim))
-    return PageContent(keys.astype(np.float16), (-1 - keys).astype(np.float16))
+    parts = np.stack([tokens % 256, tokens // 256] * (dim // 2), axis=-1)
+    keys = parts[None, :, None, :] * 16 + places * 4
+    return PageContent(keys.astype(np.float16), (-4 - keys).astype(np.float16))
 
 
 def tokens_of(content: PageContent) -> IntArray:
     """The tokens that a pattern stands for, which must be whole."""
-    tokens = (content.keys[0, :, 0, 0] // 16).astype(np.int32)
+    low, high = (content.keys[0, :, 0, :2] // 16).astype(np.int32).T
+    tokens = high * 256 + low
     expected = pattern(tokens, content.keys.shape[0])
     assert np.array_equal(content.keys, expected.keys), "keys of no token"
     assert np.array_equal(content.values, expected.values), "values of no token"
     return tokens
+
+
+def moved(token: int) -> int:
+    """What a token is on the fake device once it was moved: another one, as its past is another."""
+    return token | _MOVED
 
 
 class FakeRead:
@@ -226,6 +235,7 @@ class FakeRunner:
     keep_batches: bool = False
     transfer_pages: int = 2
     fail_transfer_with: Exception | None = None
+    can_move_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._forget()
@@ -258,6 +268,27 @@ class FakeRunner:
         assert not set(sources) & set(targets)
         self._fail_transfer(kind, targets)
         memory[list(targets)] = memory[list(sources)]
+
+    def move_tokens(
+        self,
+        old_pages: Sequence[int],
+        new_pages: Sequence[int],
+        first: int,
+        sources: Sequence[int],
+    ) -> None:
+        """Moved tokens are marked, as they keep what they saw: `moved` says how."""
+        assert self.can_move_tokens
+        assert self.window is None
+        self._pool(PoolKind.KV, [*old_pages, *new_pages])
+        assert list(sources) == sorted(set(sources))
+        assert first <= min(sources, default=first)
+        page = self.page_tokens
+        changed = {new_pages[(first + i) // page] for i in range(len(sources))}
+        self._fail_transfer(PoolKind.KV, sorted(changed))
+        tokens = [int(self._memory[old_pages[at // page], at % page]) for at in sources]
+        assert _UNWRITTEN not in tokens, "a token was moved that was never written"
+        for at, token in enumerate(tokens, first):
+            self._memory[new_pages[at // page], at % page] = moved(token)
 
     def _pool(self, kind: PoolKind, page_ids: Sequence[int]) -> IntArray:
         size = self.num_pages if kind is PoolKind.KV else self.num_window_pages
@@ -376,7 +407,7 @@ class FakeRunner:
             recent = seen[-self.window :]
         if not work.wants_logits:
             return None
-        tokens = [token % _UNDER for token in history]
+        tokens = [token % _MOVED for token in history]
         if self.poison is not None and tuple(tokens[: len(self.poison)]) == self.poison:
             return FakeRow(np.full(self.vocab_size, np.nan, dtype=np.float32))
         logits = hashed_logits([*history, *recent], self.vocab_size)

@@ -9,7 +9,7 @@ import pytest
 
 from engine.step import PageContent, PoolLost, SequenceWork, StepBatch
 from engine.types import PoolKind
-from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits, tokens_of
+from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits, moved, tokens_of
 
 
 def work(
@@ -175,3 +175,16 @@ def test_content_of_another_layer_is_a_mistake() -> None:
         runner.write_pages(PoolKind.KV, [1], PageContent(content.keys[::-1], content.values))
     with pytest.raises(AssertionError, match="values of no token"):
         runner.write_pages(PoolKind.KV, [1], PageContent(content.keys, content.values * 0))
+
+
+def test_moved_tokens_are_others_than_those_that_were_evaluated_there() -> None:
+    runner = FakeRunner(4, page_tokens=2)
+    run(runner, chunk=work([5, 6, 7, 8], [3, 1]))
+    runner.move_tokens([3, 1], [3, 2], 1, [2, 3])
+    (row,) = runner.run(StepBatch((work([9], [3, 2], start=3),), None))
+    assert row is not None
+    assert np.array_equal(row.full(), hashed_logits([5, moved(7), moved(8), 9], runner.vocab_size))
+    with pytest.raises(AssertionError):
+        runner.move_tokens([3, 2], [3, 2], 2, [1])
+    with pytest.raises(AssertionError, match="never written"):
+        runner.move_tokens([4], [4], 0, [1])

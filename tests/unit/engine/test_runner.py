@@ -411,6 +411,25 @@ def test_a_write_that_fails_with_the_pools_leaves_a_runner_that_can_go_on(
     assert not runner.read_pages(PoolKind.KV, [1]).wait().keys.any()
 
 
+def test_a_moved_token_has_the_keys_of_its_new_position(runner: JaxRunner) -> None:
+    """In the first layer they depend on the token and on its position, and on nothing else."""
+    whole, cut = lane(0), lane(1)
+    sequence = tokens(40)
+    prefill(runner, whole, sequence, MAX_CHUNK)
+    prefill(runner, cut, [*sequence[:5], *sequence[12:]], MAX_CHUNK)
+    compiles = runner.compiles
+    assert runner.can_move_tokens
+    runner.move_tokens(whole.pages[:3], whole.pages[:3], 5, range(12, 40))
+    moved, evaluated = (
+        runner.read_pages(PoolKind.KV, one.pages[:3]).wait() for one in (whole, cut)
+    )
+    np.testing.assert_allclose(moved.keys[0, :33], evaluated.keys[0, :33], atol=2e-5)
+    np.testing.assert_allclose(moved.values[0, :33], evaluated.values[0, :33], atol=1e-6)
+    # Deeper layers have seen the tokens that are gone.
+    assert np.abs(moved.values[1, 12:33] - evaluated.values[1, 12:33]).max() > 1e-3
+    assert runner.compiles == compiles
+
+
 def test_a_bad_page_id_changes_nothing(runner: JaxRunner) -> None:
     with pytest.raises(ValueError, match=r"page ids 41\.\.41 of a kv pool of 40"):
         runner.copy_pages(PoolKind.KV, [1], [NUM_PAGES + 1])

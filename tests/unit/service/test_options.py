@@ -53,6 +53,19 @@ def test_the_smaller_batch_bounds_a_chunk(words: list[str], chunk: int) -> None:
     assert _service(*words).engine.chunk_tokens == chunk
 
 
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        ([], 8192 << 20),
+        (["-cram", "100"], 100 << 20),
+        (["--cache-ram", "0"], 0),
+        (["-cram", "-1"], None),
+    ],
+)
+def test_the_host_cache_is_bounded_in_mebibytes(words: list[str], limit: int | None) -> None:
+    assert _service(*words).engine.host_cache_bytes == limit
+
+
 def test_keys_and_values_have_one_type() -> None:
     assert _service("-ctk", "f32", "-ctv", "f32").engine.kv_dtype == "f32"
     with pytest.raises(FlagError, match="-ctk f32 and -ctv f16"):
