@@ -436,7 +436,10 @@ class Scheduler:
             self._empty_if_lost(error)
             return
         now_s = self._parts.clock()
+        if plan.passed is not None:
+            plan.passed.was_passed = True
         for row, work, logits in results:
+            row.was_passed = False
             row.last_turn = self._num_turns
             self._num_turns += 1
             row.home.tokens += work.tokens

@@ -18,8 +18,10 @@ from engine.sampling.adaptive import AdaptiveP
 from engine.sampling.builder import Builder
 from engine.sampling.candidates import Candidates, gather, whole
 from engine.sampling.checks import check_params
+from engine.sampling.dist import Dist
 from engine.sampling.dry import Dry
 from engine.sampling.edits import Penalties
+from engine.sampling.greedy import Greedy
 from engine.sampling.probabilities import (
     LogProbs,
     post_chain_probabilities,
@@ -71,6 +73,7 @@ class Chain:
             if isinstance(part, Penalties | Dry | AdaptiveP)
         ]
         self._starts_partial = _starts_partial(self._stages)
+        self._greedy = Greedy.of(self._stages) if isinstance(self._picker, Dist) else None
         self._last: tuple[RowLogits, Pick] | None = None
 
     def sample(self, row: RowLogits) -> int:
@@ -79,6 +82,10 @@ class Chain:
         Args:
             row: Finite logits; the caller has checked `row.is_finite`.
         """
+        short = self._greedy.pick(row) if self._greedy else None
+        if short is not None:
+            self._last = row, short
+            return short.token_id
         # Forbidding every token, or a temperature near 0, leaves infinities and NaN that the
         # samplers treat as C does; they are no reason for a warning.
         with np.errstate(all="ignore"):

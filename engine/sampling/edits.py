@@ -22,6 +22,11 @@ class LogitBias(Edit):
         self._ids = np.array([token_id for token_id, _ in pairs], dtype=np.int32)
         self._bias = np.array([bias for _, bias in pairs], dtype=np.float32)
 
+    @property
+    def only_forbids(self) -> bool:
+        """True if no bias does anything but forbid its token."""
+        return bool(np.isneginf(self._bias).all())
+
     def token_ids(self) -> IntArray:
         """The biased tokens."""
         return self._ids

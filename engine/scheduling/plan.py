@@ -11,11 +11,15 @@ from engine.step import StepBatch
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The rows of one step, in the order of the runner's results, and the chunk's length."""
+    """The rows of one step, in the order of the runner's results, and the chunk's length.
+
+    `passed` is the older prompt that waits while a younger one has the chunk.
+    """
 
     decodes: tuple[Row, ...]
     chunk: Row | None
     chunk_tokens: int
+    passed: Row | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -37,14 +41,27 @@ class StepPlan:
 def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> StepPlan | None:
     """Returns the next step, or None if nothing runs.
 
-    Prompts are served first come first: the oldest row that still has one gets the chunk. Of the
-    decodes those that were not evaluated for longest go, so that with more of them than the runner
-    takes every row gets its turn.
+    Prompts are served first come first, but one that the chunk would complete passes the oldest,
+    so that a short prompt does not wait for the whole of a long one; the oldest is passed once in
+    a row at most, so that short ones cannot keep it waiting for ever. Of the decodes those that
+    were not evaluated for longest go, so that with more of them than the runner takes every row
+    gets its turn.
     """
     in_turn = sorted(rows, key=lambda row: (row.last_turn, row.task_id))
     decodes = tuple(row for row in in_turn if row.is_decode)[:max_decodes]
-    prompts = (row for row in rows if not row.is_decode)
-    chunk = min(prompts, key=lambda row: row.task_id, default=None)
-    if not decodes and chunk is None:
+    prompts = sorted((row for row in rows if not row.is_decode), key=lambda row: row.task_id)
+    if not decodes and not prompts:
         return None
-    return StepPlan(decodes, chunk, chunk_tokens)
+    chunk = _next_prompt(prompts, chunk_tokens)
+    passed = prompts[0] if chunk is not None and chunk is not prompts[0] else None
+    return StepPlan(decodes, chunk, chunk_tokens, passed)
+
+
+def _next_prompt(prompts: Sequence[Row], chunk_tokens: int) -> Row | None:
+    """Whose turn it is, of prompts in order of arrival."""
+    if not prompts:
+        return None
+    oldest = prompts[0]
+    if oldest.was_passed:
+        return oldest
+    return next((row for row in prompts if row.num_pending <= chunk_tokens), oldest)

@@ -30,7 +30,8 @@ class Row:
 
     `adapters` is the set that it keeps to its end. `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
     counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
-    counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated.
+    counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated;
+    `was_passed`: a younger prompt has had a chunk since then.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Row:
     slot: Slot | None
     last_turn: int = -1
     adapters: EffectiveSet = BASE
+    was_passed: bool = False
 
     @property
     def request_id(self) -> str:

@@ -136,6 +136,22 @@ def test_prompts_are_served_first_come_first() -> None:
     assert starts == [*range(0, 40, 4), *range(0, 20, 4), *range(0, 8, 4)]
 
 
+def test_a_short_prompt_waits_one_chunk_of_a_long_one_and_cannot_starve_it() -> None:
+    drive = Drive(num_slots=4, chunk_tokens=4)
+    drive.engine.submit(ask("long", [B] * 40))
+    drive.steps(2)
+    # A new prompt of one chunk comes with every step, for as long as the long one is read.
+    for i in range(20):
+        drive.engine.submit(ask(f"short {i}", [A, i + 3, B], 1))
+        drive.steps(1)
+    drive.rest()
+    assert drive.runner.batches[2].chunk is not None
+    assert drive.runner.batches[2].chunk.start == 0, "the first short one has the next chunk"
+    starts = [batch.chunk.start for batch in drive.runner.batches[:20] if batch.chunk]
+    # Turn by turn: the long prompt's chunks are every other one.
+    assert [start for start in starts[3::2] if start][:8] == [*range(8, 40, 4)]
+
+
 def test_a_chunk_is_no_longer_than_the_runner_takes() -> None:
     drive = Drive(chunk_tokens=50, max_chunk=7)
     drive.engine.submit(ask("a", [A] * 20, 1))

@@ -57,6 +57,21 @@ def test_the_oldest_prompt_has_the_chunk_until_it_is_done(turn: int, other_turn:
     assert plan(rows).chunk is rows[1]
 
 
+def test_a_prompt_that_one_chunk_completes_passes_the_oldest() -> None:
+    rows = [prefilling(0), prefilling(1), prefilling(2, prompt_tokens=4), decoding(3)]
+    step = plan(rows)
+    assert step.chunk is rows[2]
+    assert step.passed is rows[0]
+
+
+def test_the_oldest_prompt_is_passed_once_in_a_row_at_most() -> None:
+    rows = [prefilling(0), prefilling(1, prompt_tokens=3), prefilling(2, prompt_tokens=4)]
+    rows[0].was_passed = True
+    step = plan(rows)
+    assert step.chunk is rows[0]
+    assert step.passed is None
+
+
 def test_more_decodes_than_the_runner_takes_rotate() -> None:
     rows = [decoding(task_id) for task_id in range(5)]
     served: list[int] = []
