@@ -1,4 +1,4 @@
-"""Tiny random models of every dense family, written by the `gguf` package.
+"""Tiny random models of every family, written by the `gguf` package.
 
 `FAMILIES` says what a family's files have that a llama's have not; variants are made from it by
 `dataclasses.replace`. The same model gives the same bytes.
@@ -26,12 +26,46 @@ WINDOW = 24
 
 
 @dataclass(frozen=True)
+class TinyExperts:
+    """Feed-forwards with `count` experts, of which `used` run; the first layers may be dense.
+
+    `shared` counts experts that run always. `is_fused`: gate and up are one stack. `has_biases`:
+    the router and all stacks have one.
+    """
+
+    used: int
+    count: int = 8
+    hidden: int = 32
+    num_dense: int = 0
+    shared: int = 0
+    is_fused: bool = False
+    has_biases: bool = False
+    has_selection_bias: bool = False
+
+
+@dataclass(frozen=True)
+class TinyLatent:
+    """Latent attention; a key has `nope` components of its own and `rope` shared ones.
+
+    `query_rank` 0: queries come from one matrix. Unless `is_split`, one matrix makes all keys and
+    values, as in files of before 2025.
+    """
+
+    rank: int = 32
+    nope: int = 16
+    rope: int = 8
+    value: int = 12
+    query_rank: int = 24
+    is_split: bool = True
+
+
+@dataclass(frozen=True)
 class TinyModel:
     """A decoder whose weights are all float32.
 
     `keys` are hyperparameters beside those that every family has, without the architecture's
     prefix. `biases` names matrices. `is_fused`: queries, keys and values are one matrix, and so are
-    gate and up. `rope_factors` names vectors.
+    gate and up. `rope_factors` names vectors. `ffn_norm` is the one before the feed-forward.
     """
 
     architecture: str
@@ -45,6 +79,10 @@ class TinyModel:
     qk_norm: Literal["none", "head", "full"] = "none"
     rope_factors: tuple[str, ...] = ()
     tied_head: bool = False
+    experts: TinyExperts | None = None
+    latent: TinyLatent | None = None
+    has_sinks: bool = False
+    ffn_norm: str = "ffn_norm"
 
 
 FAMILIES = {
@@ -100,6 +138,37 @@ FAMILIES = {
                 "rope.scaling.attn_factor": 1.1,
             },
         ),
+        TinyModel("qwen3moe", head_dim=32, qk_norm="head", experts=TinyExperts(used=2)),
+        TinyModel("olmoe", qk_norm="full", experts=TinyExperts(used=3)),
+        TinyModel(
+            "gpt-oss",
+            num_layers=4,
+            head_dim=32,
+            biases=("attn_q", "attn_k", "attn_v", "attn_output"),
+            has_sinks=True,
+            ffn_norm="post_attention_norm",
+            experts=TinyExperts(used=4, has_biases=True),
+            keys={
+                "attention.sliding_window": WINDOW,
+                "rope.freq_base": 150000.0,
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": SHORT_CONTEXT,
+                "rope.scaling.yarn_beta_fast": 16.0,  # not used
+            },
+        ),
+        TinyModel(
+            "deepseek2",
+            latent=TinyLatent(),
+            experts=TinyExperts(used=3, num_dense=1, shared=2, has_selection_bias=True),
+            keys={
+                "expert_gating_func": 2,
+                "expert_weights_norm": True,
+                "expert_weights_scale": 2.5,
+                "expert_group_count": 4,
+                "expert_group_used_count": 2,
+            },
+        ),
     )
 }
 
@@ -126,30 +195,69 @@ def _keys(model: TinyModel) -> dict[str, Any]:
         "attention.key_length": model.head_dim,
         "attention.value_length": model.head_dim,
         "attention.layer_norm_rms_epsilon": 1e-5,
+        **_expert_keys(model),
+        **_latent_keys(model),
         **model.keys,
     }
+
+
+def _expert_keys(model: TinyModel) -> dict[str, Any]:
+    experts = model.experts
+    if experts is None:
+        return {}
+    keys = {"expert_count": experts.count, "expert_used_count": experts.used}
+    if model.architecture in ("llama", "olmoe"):
+        return keys | {"feed_forward_length": experts.hidden}
+    keys["expert_feed_forward_length"] = experts.hidden
+    if experts.shared:
+        keys["expert_shared_count"] = experts.shared
+    if experts.num_dense:
+        keys["leading_dense_block_count"] = experts.num_dense
+    return keys
+
+
+def _latent_keys(model: TinyModel) -> dict[str, Any]:
+    latent = model.latent
+    if latent is None:
+        return {}
+    keys = {"attention.kv_lora_rank": latent.rank, "rope.dimension_count": latent.rope}
+    if latent.query_rank:
+        keys["attention.q_lora_rank"] = latent.query_rank
+    key, value = latent.nope + latent.rope, latent.value
+    if not latent.is_split:
+        kept = {"attention.key_length": key, "attention.value_length": value}
+        return keys | kept | {"attention.head_count_kv": NUM_HEADS}
+    kept = {
+        "attention.key_length": latent.rank + latent.rope,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": key,
+        "attention.value_length_mla": value,
+    }
+    return keys | kept | {"attention.head_count_kv": 1}
 
 
 def family_tensors(model: TinyModel) -> dict[str, FloatArray]:
     """The weights by their names in the file."""
     rng = np.random.default_rng(0)
 
-    def matrix(rows: int, cols: int, std: float | None = None) -> FloatArray:
-        return rng.standard_normal((rows, cols), np.float32) * np.float32(std or cols**-0.5)
+    def matrix(*shape: int, std: float | None = None) -> FloatArray:
+        return rng.standard_normal(shape, np.float32) * np.float32(std or shape[-1] ** -0.5)
 
     def vector(length: int, mean: float = 0.0) -> FloatArray:
         return np.float32(mean) + rng.standard_normal(length, np.float32) / np.float32(5)
 
     head_std = 3 * WIDTH**-0.5  # logits of standard deviation 3
-    tensors = {"token_embd.weight": matrix(VOCAB, WIDTH, head_std)}
+    tensors = {"token_embd.weight": matrix(VOCAB, WIDTH, std=head_std)}
     if not model.tied_head:
-        tensors["output.weight"] = matrix(VOCAB, WIDTH, head_std)
+        tensors["output.weight"] = matrix(VOCAB, WIDTH, std=head_std)
     tensors["output_norm.weight"] = vector(WIDTH, 1)
     for layer in range(model.num_layers):
-        for name, shape in _matrices(model).items():
+        for name, shape in _matrices(model, layer).items():
             tensors[f"blk.{layer}.{name}.weight"] = matrix(*shape)
         for name, length in _norms(model).items():
             tensors[f"blk.{layer}.{name}.weight"] = vector(length, 1)
+        for name, shape in _further(model, layer).items():
+            tensors[f"blk.{layer}.{name}"] = matrix(*shape, std=0.3)
     for name, values in list(tensors.items()):
         if name.removesuffix(".weight").rpartition(".")[2] in model.biases:
             tensors[name.replace("weight", "bias")] = vector(len(values))
@@ -159,21 +267,68 @@ def family_tensors(model: TinyModel) -> dict[str, FloatArray]:
     return tensors
 
 
-def _matrices(model: TinyModel) -> dict[str, tuple[int, int]]:
-    """The matrices of a block: name to (rows, cols)."""
-    queries, keys = NUM_HEADS * model.head_dim, NUM_KV_HEADS * model.head_dim
-    outputs = {"attn_output": (WIDTH, queries), "ffn_down": (WIDTH, HIDDEN)}
+def _matrices(model: TinyModel, layer: int) -> dict[str, tuple[int, ...]]:
+    """The matrices of a block: name to (rows, cols), with a count before them for a stack."""
+    mixer = _latent_matrices(model.latent) if model.latent else _attention_matrices(model)
+    if model.experts and layer >= model.experts.num_dense:
+        return mixer | _expert_matrices(model.experts)
+    ffn = _dense_matrices(HIDDEN)
     if model.is_fused:
-        return {"attn_qkv": (queries + 2 * keys, WIDTH), "ffn_up": (2 * HIDDEN, WIDTH)} | outputs
-    projections = {"attn_q": (queries, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)}
-    return projections | {"ffn_gate": (HIDDEN, WIDTH), "ffn_up": (HIDDEN, WIDTH)} | outputs
+        ffn = {"ffn_up": (2 * HIDDEN, WIDTH), "ffn_down": (WIDTH, HIDDEN)}
+    return mixer | ffn
+
+
+def _attention_matrices(model: TinyModel) -> dict[str, tuple[int, ...]]:
+    queries, keys = NUM_HEADS * model.head_dim, NUM_KV_HEADS * model.head_dim
+    output = {"attn_output": (WIDTH, queries)}
+    if model.is_fused:
+        return {"attn_qkv": (queries + 2 * keys, WIDTH)} | output
+    return {"attn_q": (queries, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)} | output
+
+
+def _latent_matrices(latent: TinyLatent) -> dict[str, tuple[int, ...]]:
+    queries, rank = NUM_HEADS * (latent.nope + latent.rope), latent.query_rank
+    matrices: dict[str, tuple[int, ...]] = {
+        "attn_kv_a_mqa": (latent.rank + latent.rope, WIDTH),
+        "attn_output": (WIDTH, NUM_HEADS * latent.value),
+    }
+    if rank:
+        matrices |= {"attn_q_a": (rank, WIDTH), "attn_q_b": (queries, rank)}
+    else:
+        matrices["attn_q"] = (queries, WIDTH)
+    if latent.is_split:
+        matrices["attn_k_b"] = (NUM_HEADS, latent.rank, latent.nope)
+        matrices["attn_v_b"] = (NUM_HEADS, latent.value, latent.rank)
+    else:
+        matrices["attn_kv_b"] = (NUM_HEADS * (latent.nope + latent.value), latent.rank)
+    return matrices
+
+
+def _dense_matrices(hidden: int, suffix: str = "") -> dict[str, tuple[int, ...]]:
+    names = {"ffn_gate": (hidden, WIDTH), "ffn_up": (hidden, WIDTH), "ffn_down": (WIDTH, hidden)}
+    return {f"{name}{suffix}": shape for name, shape in names.items()}
+
+
+def _expert_matrices(experts: TinyExperts) -> dict[str, tuple[int, ...]]:
+    count, hidden = experts.count, experts.hidden
+    matrices: dict[str, tuple[int, ...]] = {
+        "ffn_gate_inp": (count, WIDTH),
+        "ffn_down_exps": (count, WIDTH, hidden),
+    }
+    if experts.is_fused:
+        matrices["ffn_gate_up_exps"] = (count, 2 * hidden, WIDTH)
+    else:
+        matrices |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (count, hidden, WIDTH))
+    if experts.shared:
+        matrices |= _dense_matrices(experts.shared * hidden, "_shexp")
+    return matrices
 
 
 def _norms(model: TinyModel) -> dict[str, int]:
     """The norms of a block: name to length."""
     norms: dict[str, int] = {}
     if model.has_pre_norms:
-        norms |= {"attn_norm": WIDTH, "ffn_norm": WIDTH}
+        norms |= {"attn_norm": WIDTH, model.ffn_norm: WIDTH}
     if model.has_post_norms:
         norms |= {"post_attention_norm": WIDTH, "post_ffw_norm": WIDTH}
     if model.qk_norm == "head":
@@ -181,4 +336,25 @@ def _norms(model: TinyModel) -> dict[str, int]:
     if model.qk_norm == "full":
         norms["attn_q_norm"] = NUM_HEADS * model.head_dim
         norms["attn_k_norm"] = NUM_KV_HEADS * model.head_dim
+    if model.latent:
+        norms["attn_kv_a_norm"] = model.latent.rank
+        if model.latent.query_rank:
+            norms["attn_q_a_norm"] = model.latent.query_rank
     return norms
+
+
+def _further(model: TinyModel, layer: int) -> dict[str, tuple[int, ...]]:
+    """What is neither a matrix nor a norm, by its whole name."""
+    found: dict[str, tuple[int, ...]] = {}
+    if model.has_sinks:
+        found["attn_sinks.weight"] = (NUM_HEADS,)
+    experts = model.experts
+    if experts is None or layer < experts.num_dense:
+        return found
+    if experts.has_selection_bias:
+        found["exp_probs_b.bias"] = (experts.count,)
+    if experts.has_biases:
+        stacks = {n: s[:2] for n, s in _expert_matrices(experts).items() if len(s) == 3}
+        found |= {f"{name}.bias": shape for name, shape in stacks.items()}
+        found["ffn_gate_inp.bias"] = (experts.count,)
+    return found

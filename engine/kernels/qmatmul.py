@@ -156,7 +156,7 @@ def expert_products(
         grouping = expert_groups.group(ids.reshape(-1), stacks[0].count)
         grouped = grouping.gather(jnp.repeat(x, used, axis=0))
         parts = [_grouped_product(arena, stack, grouping, grouped) for stack in stacks]
-    return [part.reshape(num, used, -1) for part in parts]
+    return [part.reshape(num, used, part.shape[-1]) for part in parts]
 
 
 def _grouped_product(

@@ -34,6 +34,7 @@ _GATINGS = {1: Gating.SOFTMAX, 2: Gating.SIGMOID, 3: Gating.CHOSEN_SOFTMAX}
 
 def deepseek2(keys: ArchitectureKeys) -> ModelSpec:
     """Layers of latent attention, the first of them with a dense feed-forward."""
+    keys.require("attention.clamp_kqv", 0.0)
     keys.require("nextn_predict_layers", 0)
     num_layers = read_num_layers(keys)
     num_dense = keys.uint("leading_dense_block_count", 0, least=0, most=num_layers)

@@ -4,8 +4,9 @@ It is the definition written down, one whole sequence at a time: no pages, no ch
 Nothing of the engine is imported, so that they can only agree by both being right. Which norms,
 biases and fused matrices a block has is what the file holds; the rest of a family is in one table.
 
-Source: Touvron et al. 2023 (LLaMA); Ainslie et al. 2023 (GQA); Su et al. 2021 (RoFormer); Gemma
-team 2024, 2025; OLMo team 2024; and the graphs of llama.cpp for what files leave out.
+Source: Touvron et al. 2023 (LLaMA); Ainslie et al. 2023 (GQA); Su et al. 2021 (RoFormer); Peng et
+al. 2023 (YaRN); Gemma team 2024, 2025; OLMo team 2024; OpenAI 2025 (gpt-oss); DeepSeek-AI 2024; and
+the graphs of llama.cpp for what files leave out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, quants
+
+from tests.numerics.experts import Experts, Gating, clamped_swiglu, gelu_gated, silu_gated
 
 Float64 = npt.NDArray[np.float64]
 
@@ -39,10 +42,17 @@ class _Family:
     enlarges_local: bool = True
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    gating: Gating = "softmax"
+    normalises: bool = False
+    is_clamped: bool = False
 
 
 _FAMILIES = {
-    "llama": _Family(is_neox=False),
+    "llama": _Family(is_neox=False, normalises=True),
+    "qwen3moe": _Family(normalises=True),
+    "olmoe": _Family(),
+    "gpt-oss": _Family(period=2, gating="chosen", is_clamped=True),
+    "deepseek2": _Family(is_neox=False),
     "qwen2": _Family(),
     "qwen3": _Family(),
     "phi3": _Family(),
@@ -68,6 +78,8 @@ class ReferenceDecoder:
             for t in reader.tensors
         }
         self._family = _FAMILIES[architecture]
+        self._is_latent = "blk.0.attn_kv_a_mqa.weight" in self.tensor
+        self._has_pre_norms = "blk.0.attn_norm.weight" in self.tensor
         self._factors = self._rope_factors(context_tokens)
 
     def logprobs(self, tokens: list[int]) -> Float64:
@@ -77,10 +89,13 @@ class ReferenceDecoder:
             x = x * np.sqrt(x.shape[-1])
         for layer in range(self.key["block_count"]):
             block = f"blk.{layer}."
-            y = self._attention(layer, self._norm(x, f"{block}attn_norm"))
-            x = x + self._norm(y, f"{block}post_attention_norm")
-            y = self._ffn(block, self._norm(x, f"{block}ffn_norm"))
-            x = x + self._norm(y, f"{block}post_ffw_norm")
+            attend = self._latent_attention if self._is_latent else self._attention
+            y = attend(layer, self._norm(x, f"{block}attn_norm"))
+            # gpt-oss gives this name to the norm before the feed-forward.
+            is_next = f"{block}ffn_norm.weight" not in self.tensor and self._has_pre_norms
+            x = x + (y if is_next else self._norm(y, f"{block}post_attention_norm"))
+            y = self._norm(x, f"{block}post_attention_norm" if is_next else f"{block}ffn_norm")
+            x = x + self._norm(self._ffn(block, y), f"{block}post_ffw_norm")
         head = "output.weight" if "output.weight" in self.tensor else "token_embd.weight"
         logits = self._norm(x, "output_norm") @ self.tensor[head].T
         logits = logits + self.tensor.get("output.bias", 0.0)
@@ -110,13 +125,39 @@ class ReferenceDecoder:
         return x @ self.tensor[f"{name}.weight"].T + self.tensor.get(f"{name}.bias", 0.0)
 
     def _ffn(self, block: str, x: Float64) -> Float64:
-        up = self._linear(x, f"{block}ffn_up")
-        if f"{block}ffn_gate.weight" in self.tensor:
-            gate = self._linear(x, f"{block}ffn_gate")
+        if f"{block}ffn_gate_inp.weight" in self.tensor:
+            y = self._experts(block).mix(x)
+            has_shared = f"{block}ffn_up_shexp.weight" in self.tensor
+            return y + self._dense(block, x, "_shexp") if has_shared else y
+        return self._dense(block, x)
+
+    def _dense(self, block: str, x: Float64, suffix: str = "") -> Float64:
+        up = self._linear(x, f"{block}ffn_up{suffix}")
+        if f"{block}ffn_gate{suffix}.weight" in self.tensor:
+            gate = self._linear(x, f"{block}ffn_gate{suffix}")
         else:
             gate, up = np.split(up, 2, axis=-1)
-        activation = _gelu if self._family.is_gemma else _silu
-        return self._linear(activation(gate) * up, f"{block}ffn_down")
+        gated = gelu_gated if self._family.is_gemma else silu_gated
+        return self._linear(gated(gate, up), f"{block}ffn_down{suffix}")
+
+    def _experts(self, block: str) -> Experts:
+        numbers: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "chosen"}
+        family = self._family
+        gating = numbers.get(self.key.get("expert_gating_func", 0), family.gating)
+        return Experts(
+            tensors={
+                name.removeprefix(block).removesuffix(".weight"): values
+                for name, values in self.tensor.items()
+                if name.startswith(block)
+            },
+            used=self.key["expert_used_count"],
+            gating=gating,
+            normalises=self.key.get("expert_weights_norm", family.normalises),
+            scale=self.key.get("expert_weights_scale", 0.0) or 1.0,
+            groups=self.key.get("expert_group_count", 1),
+            groups_used=self.key.get("expert_group_used_count", 1),
+            gated=clamped_swiglu if family.is_clamped else silu_gated,
+        )
 
     def _projections(self, block: str, x: Float64) -> list[Float64]:
         """Queries, keys and values [T, heads, dim], normalised where the file says so."""
@@ -143,10 +184,47 @@ class ReferenceDecoder:
         scores = _capped(scores, self.key.get("attn_logit_softcapping", self._family.score_cap))
         age = np.arange(len(x))[:, None] - np.arange(len(x))
         is_visible = (age >= 0) & (age < self._window() if self._slides(layer) else True)
-        weights = np.where(is_visible, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-        weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("hts,shd->thd", weights, v).reshape(len(x), -1)
-        return self._linear(mixed, f"blk.{layer}.attn_output")
+        sinks = self.tensor.get(f"blk.{layer}.attn_sinks.weight")
+        mixed = np.einsum("hts,shd->thd", _softmax(scores, is_visible, sinks), v)
+        return self._linear(mixed.reshape(len(x), -1), f"blk.{layer}.attn_output")
+
+    def _latent_attention(self, layer: int, x: Float64) -> Float64:
+        """Every head's keys and values are made out of the latent vectors, and attended plainly."""
+        block, heads = f"blk.{layer}.", self.key["attention.head_count"]
+        rank, dims = self.key["attention.kv_lora_rank"], self.key["rope.dimension_count"]
+        if f"{block}attn_q_a.weight" in self.tensor:
+            inner = self._norm(self._linear(x, f"{block}attn_q_a"), f"{block}attn_q_a_norm")
+            q = self._linear(inner, f"{block}attn_q_b")
+        else:
+            q = self._linear(x, f"{block}attn_q")
+        q = q.reshape(len(x), heads, -1)
+        nope = q.shape[-1] - dims
+        both = self._linear(x, f"{block}attn_kv_a_mqa")
+        latent = self._norm(both[:, :rank], f"{block}attn_kv_a_norm")
+        if f"{block}attn_kv_b.weight" in self.tensor:
+            made = self._linear(latent, f"{block}attn_kv_b").reshape(len(x), heads, -1)
+            own, v = made[..., :nope], made[..., nope:]
+        else:
+            own = np.einsum("tr,hrn->thn", latent, self.tensor[f"{block}attn_k_b.weight"])
+            v = np.einsum("tr,hvr->thv", latent, self.tensor[f"{block}attn_v_b.weight"])
+        shared = self._rope(both[:, None, rank:], layer).repeat(heads, 1)
+        k = np.concatenate([own, shared], -1)
+        q = np.concatenate([q[..., :nope], self._rope(q[..., nope:], layer)], -1)
+        scores = np.einsum("thd,shd->hts", q, k) * self._latent_scale(q.shape[-1])
+        is_visible = np.tril(np.ones((len(x), len(x)), bool))
+        mixed = np.einsum("hts,shd->thd", _softmax(scores, is_visible, None), v)
+        return self._linear(mixed.reshape(len(x), -1), f"{block}attn_output")
+
+    def _latent_scale(self, dims: int) -> float:
+        """With YaRN, scores grow by the square of what its paper multiplies queries and keys by.
+
+        Files with a log multiplier have it in the scores alone, the others in both.
+        """
+        if self.key.get("rope.scaling.type") != "yarn":
+            return dims**-0.5
+        growth = 0.1 * np.log(self.key["rope.scaling.factor"])
+        multiplier = 10 * self.key.get("rope.scaling.yarn_log_multiplier", 0.0)
+        return float((1 + (multiplier or 1.0) * growth) ** 2 * dims**-0.5)
 
     def _window(self) -> int:
         return self.key.get("attention.sliding_window", self._family.window)
@@ -178,8 +256,12 @@ class ReferenceDecoder:
             size = size if family.enlarges_local else 1.0
         out, half = x.copy(), dims // 2
         exponents: Float64 = -np.arange(half, dtype=np.float64) / half
-        frequencies = np.power(base, exponents) / self._factors
-        turn = size * np.exp(1j * scale * np.arange(len(x))[:, None, None] * frequencies)
+        frequencies = np.power(base, exponents) / self._factors * scale
+        if self.key.get("rope.scaling.type") == "yarn" and scale != 1.0:
+            frequencies *= self._yarn(dims, base, 1 / scale)
+            if not self.key.get("rope.scaling.yarn_log_multiplier"):
+                size *= 1 + 0.1 * np.log(1 / scale)
+        turn = size * np.exp(1j * np.arange(len(x))[:, None, None] * frequencies)
         real, imaginary = slice(0, dims, 2), slice(1, dims, 2)
         if family.is_neox:
             real, imaginary = slice(0, half), slice(half, dims)
@@ -187,15 +269,30 @@ class ReferenceDecoder:
         out[..., real], out[..., imaginary] = turned.real, turned.imag
         return out
 
+    def _yarn(self, dims: int, base: float, factor: float) -> Float64:
+        """By how much the frequencies of a context grown by `factor` are raised, [dims // 2].
+
+        Pairs that turn more than 32 times over the original context keep their frequency, those
+        that turn less than once have it divided by the factor.
+        """
+        original = self.key.get("rope.scaling.original_context_length", self.key["context_length"])
+        low, high = (
+            dims * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1)
+        )
+        low, high = max(np.floor(low), 0), min(np.ceil(high), dims - 1)
+        kept = 1 - np.clip((np.arange(dims // 2) - low) / max(high - low, 1e-3), 0, 1)
+        return kept * factor + (1 - kept)
+
+
+def _softmax(scores: Float64, is_visible: Any, sinks: Float64 | None) -> Float64:
+    """Weights [heads, T, S]; a sink per head takes its share and is dropped."""
+    most = scores.max(-1, keepdims=True)
+    weights = np.where(is_visible, np.exp(scores - most), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - most)
+    return weights / total
+
 
 def _capped(x: Float64, cap: float) -> Float64:
     return cap * np.tanh(x / cap) if cap else x
-
-
-def _silu(x: Float64) -> Float64:
-    return x / (1 + np.exp(-x))
-
-
-def _gelu(x: Float64) -> Float64:
-    """The tanh form."""
-    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))

@@ -1,4 +1,4 @@
-"""The whole engine path of every dense family against the independent decoder in float64."""
+"""The whole engine path of every family against the independent decoder in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import numpy.typing as npt
 import pytest
 
 from engine.runner import JaxRunner
-from tests.families import CONTEXT, FAMILIES, SHORT_CONTEXT, VOCAB, WINDOW, write_family
+from tests.families import (
+    CONTEXT,
+    FAMILIES,
+    SHORT_CONTEXT,
+    VOCAB,
+    WINDOW,
+    TinyExperts,
+    TinyLatent,
+    write_family,
+)
 from tests.numerics.reference import ReferenceDecoder
 from tests.runners import Lane, decode, logprobs, open_runner, prefill
 
@@ -37,9 +46,53 @@ MODELS = {name: model for name, model in FAMILIES.items() if name != "llama"} | 
             "final_logit_softcapping": 5.0,
         },
     ),
+    # OLMo 3: plain rope in the window layers alone.
+    "olmo2-yarn": replace(
+        FAMILIES["olmo2"],
+        keys={
+            **FAMILIES["olmo2"].keys,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
+    "llama-experts": replace(FAMILIES["llama"], experts=TinyExperts(used=2)),
+    # More experts than rows of a block, and each block of one expert.
+    "olmoe-many": replace(FAMILIES["olmoe"], experts=TinyExperts(used=1, count=40)),
+    "qwen3moe-grouped": replace(
+        FAMILIES["qwen3moe"],
+        experts=TinyExperts(used=3, count=12),
+        keys={"expert_group_count": 3, "expert_group_used_count": 2},
+    ),
+    # A base and so a ramp of its own in the window layers.
+    "gpt-oss-base": replace(
+        FAMILIES["gpt-oss"], keys={**FAMILIES["gpt-oss"].keys, "rope.freq_base_swa": 2000.0}
+    ),
+    # Of before 2025: keys and values of every head are kept; scores grow with the context alone.
+    "deepseek2-unsplit": replace(
+        FAMILIES["deepseek2"],
+        latent=TinyLatent(query_rank=0, is_split=False),
+        experts=TinyExperts(used=2, shared=1),
+        keys={
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 40.0,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+        },
+    ),
+    # Gate and up as one stack, softmax of the chosen; queries and keys grow with the context.
+    "deepseek2-fused": replace(
+        FAMILIES["deepseek2"],
+        experts=TinyExperts(used=2, num_dense=2, shared=1, is_fused=True),
+        keys={
+            "expert_gating_func": 3,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
 }
 CONTEXTS = {"phi3": SHORT_CONTEXT}
-WINDOWED = ["gemma2", "gemma3", "gemma3-period", "olmo2"]
+WINDOWED = ["gemma2", "gemma3", "gemma3-period", "olmo2", "gpt-oss"]
 
 
 @dataclass(frozen=True)

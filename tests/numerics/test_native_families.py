@@ -1,4 +1,4 @@
-"""Every dense family on the native kernels: the definition's numbers, and the same bits any way."""
+"""Every family on the native kernels: the definition's numbers, and the same bits any way."""
 
 from __future__ import annotations
 

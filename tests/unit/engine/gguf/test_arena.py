@@ -11,7 +11,7 @@ from gguf import quants
 
 from engine.errors import ModelFileError, UnsupportedModel
 from engine.gguf import arena as arena_module
-from engine.gguf.arena import build_arena, plan_arena, read_vectors
+from engine.gguf.arena import Arena, build_arena, plan_arena, read_vectors
 from engine.gguf.layouts import layout_for
 from engine.gguf.reader import GgufFile
 from tests.ggufs import random_blocks, write_gguf
@@ -57,6 +57,23 @@ def test_planes_follow_each_other_in_one_aligned_array(every_type: Path) -> None
     # codes and 64 of scales; BF16 has 512.
     assert places == [(0, 128, 144), (160, 416, None), (480, None, None)]
     assert len(arena.data) == 992
+
+
+@pytest.mark.parametrize("ggml_type", [Type.Q4_1, Type.Q6_K, Type.MXFP4, Type.F16])
+def test_each_matrix_of_a_stack_lies_a_stride_behind_the_one_before(
+    tmp_path: Path, ggml_type: Type
+) -> None:
+    raw = random_blocks(np.random.default_rng(3), ggml_type, (5, ROWS, COLS))
+    path = write_gguf(tmp_path / "m.gguf", tensors={"w": (raw, ggml_type)})
+    with GgufFile.open(path) as file:
+        arena = build_arena(file, ["w"])
+    stack = arena.matrices["w"]
+    assert (stack.count, stack.rows, stack.cols) == (5, ROWS, COLS)
+    assert len(arena.data) == 5 * stack.stride_blocks
+    for index in range(5):
+        one = Arena(arena.data, {"w": stack.member(index)})
+        expected = quants.dequantize(raw[index], ggml_type)
+        np.testing.assert_array_equal(decode_matrix(one, "w")[:ROWS], expected)
 
 
 def test_the_plan_is_what_gets_built(every_type: Path) -> None:

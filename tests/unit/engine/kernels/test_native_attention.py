@@ -37,7 +37,11 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Shape:
-    """What is fixed of an attention."""
+    """What is fixed of an attention.
+
+    Values are as long as keys, or `value_dim`; with 0 the first `shared_dim` components of the keys
+    are the values.
+    """
 
     num_heads: int = 6
     num_kv_heads: int = 2
@@ -47,6 +51,24 @@ class Shape:
     scale: float = 0.3
     soft_cap: float = 0.0
     window: int = UNLIMITED
+    value_dim: int | None = None
+    shared_dim: int = 0
+    has_sinks: bool = False
+
+    @property
+    def stored_dim(self) -> int:
+        """Components of a value in the pool."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def mixed_dim(self) -> int:
+        return self.stored_dim or self.shared_dim
+
+    @property
+    def sinks(self) -> Float32 | None:
+        if not self.has_sinks:
+            return None
+        return np.linspace(-3, 4, self.num_heads, dtype=np.float32)
 
 
 @dataclass
@@ -65,33 +87,37 @@ class Sequences:
         # Each sequence has its own numbers, whoever else is there.
         rngs = [np.random.default_rng([self.seed, n]) for n in self.lengths]
 
-        def draw(num_heads: int) -> list[Float32]:
+        def draw(num_heads: int, dim: int) -> list[Float32]:
             return [
-                rng.standard_normal((n, num_heads, s.head_dim), np.float32)
+                rng.standard_normal((n, num_heads, dim), np.float32)
                 for n, rng in zip(self.lengths, rngs, strict=True)
             ]
 
-        self.queries = draw(s.num_heads)
-        self.keys = draw(s.num_kv_heads)
-        self.values = draw(s.num_kv_heads)
+        self.queries = draw(s.num_heads, s.head_dim)
+        self.keys = draw(s.num_kv_heads, s.head_dim)
+        self.values = draw(s.num_kv_heads, s.stored_dim)
 
     def expected(self, row: int, position: int) -> npt.NDArray[np.float64]:
-        """One token by the definition, [num_heads, head_dim]."""
+        """One token by the definition, [num_heads, mixed_dim]."""
         s = self.shape
         if position < 0:
-            return np.zeros((s.num_heads, s.head_dim))
+            return np.zeros((s.num_heads, s.mixed_dim))
         seen = slice(max(0, position - s.window + 1), position + 1)
         group = s.num_heads // s.num_kv_heads
         keys, values = (
             x[row][seen].astype(s.dtype).astype(np.float64).repeat(group, axis=1)
-            for x in (self.keys, self.values)
+            for x in (self.keys, self.values if s.stored_dim else self.keys)
         )
+        values = values[..., : s.mixed_dim]
         query = self.queries[row][position].astype(np.float64)
         scores = np.einsum("hd,shd->hs", query, keys) * np.float64(np.float32(s.scale))
         if s.soft_cap:
             scores = s.soft_cap * np.tanh(scores / s.soft_cap)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.einsum("hs,shd->hd", weights / weights.sum(-1, keepdims=True), values)
+        total = weights.sum(-1, keepdims=True)
+        if s.sinks is not None:
+            total = total + np.exp(s.sinks[:, None] - scores.max(-1, keepdims=True))
+        return np.einsum("hs,shd->hd", weights / total, values)
 
 
 class Paged:
@@ -105,8 +131,9 @@ class Paged:
         self.tables = np.zeros((len(self.pages), TABLE_TOKENS // s.page), np.int32)
         for row, count in enumerate(self.pages):
             self.tables[row, :count] = [next(order) for _ in range(count)]
-        pool = np.full((num_units, s.page, s.num_kv_heads, s.head_dim), np.nan, s.dtype)
-        self.keys, self.values = pool, pool.copy()
+        lead = (num_units, s.page, s.num_kv_heads)
+        self.keys = np.full((*lead, s.head_dim), np.nan, s.dtype)
+        self.values = np.full((*lead, s.stored_dim), np.nan, s.dtype)
 
     def place(self, row: int, position: int) -> tuple[int, int]:
         page = self.sequences.shape.page
@@ -124,7 +151,7 @@ class Paged:
     ) -> Float32:
         """Runs a step: decode rows as (row, position), a chunk as (row, positions); -1 is padding.
 
-        Keeps the pool that comes back; returns [tokens, num_heads, head_dim].
+        Keeps the pool that comes back; returns [tokens, num_heads, mixed_dim].
         """
         tokens = [*decodes]
         rows = [row for row, _ in decodes]
@@ -153,8 +180,8 @@ class Paged:
 def attend(
     shape: Shape, num_decodes: int, keys: jax.Array, values: jax.Array, step: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    run = program(shape.scale, shape.soft_cap, shape.head_dim, num_decodes)
-    return run((keys, values), *step, np.int32(shape.window), None)
+    run = program(shape.scale, shape.soft_cap, shape.mixed_dim, num_decodes)
+    return run((keys, values), *step, np.int32(shape.window), shape.sinks)
 
 
 @functools.cache
@@ -188,7 +215,9 @@ def assert_decodes(shape: Shape, lengths: Sequence[int]) -> None:
         if n == 0:
             paged.sequences.queries[row] = np.ones((1, shape.num_heads, shape.head_dim), np.float32)
             paged.sequences.keys[row] = np.ones((1, shape.num_kv_heads, shape.head_dim), np.float32)
-            paged.sequences.values[row] = paged.sequences.keys[row]
+            paged.sequences.values[row] = np.ones(
+                (1, shape.num_kv_heads, shape.stored_dim), np.float32
+            )
     assert_close(paged, paged.step(tokens), tokens)
 
 
@@ -297,6 +326,45 @@ def test_a_score_that_is_not_finite_shows_in_its_token_alone() -> None:
     assert np.isfinite(np.delete(result[1], 4, 0)).all()
 
 
+# Sinks, and values that are not as long as keys.
+
+VARIANTS = [
+    Shape(has_sinks=True),
+    Shape(has_sinks=True, window=40, dtype="f4", head_dim=24),
+    Shape(head_dim=24, value_dim=12),
+    Shape(head_dim=12, value_dim=40, dtype="f4"),
+    # Latent attention: one key per token, which is its value too.
+    Shape(num_heads=20, num_kv_heads=1, head_dim=40, value_dim=0, shared_dim=32),
+    Shape(num_heads=5, num_kv_heads=1, head_dim=27, value_dim=0, shared_dim=9, has_sinks=True),
+]
+
+
+@pytest.mark.parametrize("shape", VARIANTS, ids=range(len(VARIANTS)))
+def test_variants_meet_the_definition(shape: Shape) -> None:
+    assert_decodes(shape, [1, 0, 17, 63, 64, 65, 300, SPAN + 1])
+    paged = Paged(Sequences(shape, [130, 40]))
+    paged.fill(0, 90)
+    paged.fill(1, 39)
+    result = paged.step([(1, 39)], (0, range(90, 130)))
+    assert_close(paged, result, [(1, 39), *((0, position) for position in range(90, 130))])
+
+
+@pytest.mark.parametrize("changes", [{"shared_dim": 41}, {"value_dim": 8, "shared_dim": 9}])
+def test_a_result_that_values_cannot_fill_is_refused(changes: dict[str, int]) -> None:
+    shape = replace(Shape(num_kv_heads=1, head_dim=40, value_dim=0), **changes)
+    paged = Paged(Sequences(shape, [1]))
+    mixed_dim = shape.shared_dim
+    call = program(shape.scale, 0.0, mixed_dim, 1)
+    step = (
+        *(np.stack([x[0][0]]) for x in vars_of(paged.sequences)),
+        *(np.array([n], np.int32) for n in (0, paged.tables[0, 0], 0)),
+        paged.tables,
+    )
+    pool = jnp.asarray(paged.keys), jnp.asarray(paged.values)
+    with pytest.raises(REFUSALS, match="shapes differ"):
+        jax.block_until_ready(call(pool, *step, np.int32(UNLIMITED), None))
+
+
 # What is stored.
 
 
@@ -377,6 +445,7 @@ BITS = [
     Shape(dtype="f4", head_dim=24, num_heads=3, num_kv_heads=1),
     Shape(head_dim=80, window=100),
     Shape(head_dim=64, num_heads=9, num_kv_heads=3, soft_cap=4.0),
+    *VARIANTS,
 ]
 CROWD = [200, 64, 65, 1, 63, 128, 300, 17]
 # More rows than are worth splitting: each walks its own spans, where one alone shares them out.

@@ -13,7 +13,13 @@ from engine.errors import EngineError, ModelFileError, UnsupportedModel
 from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
 from engine.model.metadata import ArchitectureKeys
-from engine.model.spec import Activation, ModelSpec, RopePairing
+from engine.model.spec import (
+    Activation,
+    AttentionSpec,
+    DenseFfnSpec,
+    ModelSpec,
+    RopePairing,
+)
 from tests.ggufs import TinyLlama, write_gguf, write_llama
 
 KEYS: dict[str, Any] = {
@@ -61,6 +67,8 @@ def test_defaults_are_llama_cpps(tmp_path: Path) -> None:
     assert spec.norm_eps == pytest.approx(1e-5)
     assert spec.tied_head
     mixer, ffn = spec.layers[0].block.mixer, spec.layers[0].block.ffn
+    assert isinstance(mixer, AttentionSpec)
+    assert isinstance(ffn, DenseFfnSpec)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (8, 8, 8)
     assert mixer.scale == 8**-0.5
     assert mixer.biases == ffn.biases == frozenset()
@@ -87,10 +95,12 @@ def test_what_the_file_says_counts(tmp_path: Path) -> None:
             "blk.0.ffn_down.bias": vector(),
         },
     )
-    mixer = spec.layers[2].block.mixer
+    mixer, ffn = spec.layers[2].block.mixer, spec.layers[2].block.ffn
+    assert isinstance(mixer, AttentionSpec)
+    assert isinstance(ffn, DenseFfnSpec)
     assert (mixer.num_kv_heads, mixer.head_dim, mixer.scale) == (2, 16, 0.25)
     assert mixer.biases == {"attn_q"}
-    assert spec.layers[2].block.ffn.biases == {"ffn_down"}
+    assert ffn.biases == {"ffn_down"}
     assert (spec.ropes[0].dims, spec.ropes[0].base) == (16, 500000.0)
     assert spec.ropes[0].factors == "rope_freqs.weight"
     assert not spec.tied_head

@@ -75,3 +75,20 @@ def test_position_0_turns_nothing() -> None:
     x = np.random.default_rng(0).standard_normal((1, 2, 8), np.float32)
     cos, sin = angles(rope, jnp.zeros(1, jnp.int32), None)
     np.testing.assert_array_equal(np.asarray(rotate(NORM, jnp.asarray(x), cos, sin)), x)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "scales"),
+    [
+        ((0.0, 4.0), [1.0, 0.8125, 0.625, 0.4375]),
+        ((1.0, 3.0), [1.0, 1.0, 0.625, 0.25]),
+        ((2.0, 2.0), [1.0, 1.0, 1.0, 0.25]),
+    ],
+)
+def test_yarn_scales_slow_pairs_alone(ramp: tuple[float, float], scales: list[float]) -> None:
+    rope = RopeSpec(NORM, dims=8, base=100.0, position_scale=0.25, yarn_ramp=ramp)
+    cos, sin = angles(rope, jnp.array([3], jnp.int32), None)
+    frequencies = 100.0 ** (-np.arange(4) / 4)
+    np.testing.assert_allclose(
+        np.arctan2(sin, cos)[0], 3 * np.array(scales) * frequencies, rtol=1e-6
+    )
