@@ -63,6 +63,42 @@ class ContextOverflow(EngineError):
 
 
 @dataclass(eq=False)
+class BadGrammar(EngineError):
+    """A grammar that cannot be parsed or compiled; `line` counts from 1, 0 where it has none."""
+
+    line: int
+    detail: str
+
+    reason: ClassVar[str] = "BAD_GRAMMAR"
+
+    def __str__(self) -> str:
+        where = f"grammar, line {self.line}" if self.line else "grammar"
+        return f"{where}: {self.detail}"
+
+
+@dataclass(eq=False)
+class BadSchema(EngineError):
+    """A JSON schema that cannot be honoured. `path` is a JSON pointer behind #."""
+
+    path: str
+    detail: str
+
+    reason: ClassVar[str] = "BAD_GRAMMAR"
+    template: ClassVar[str] = "JSON schema error at {path}: {detail}"
+
+
+@dataclass(eq=False)
+class GrammarDeadEnd(EngineError):
+    """No text that the grammar allows can follow what was generated."""
+
+    piece: str
+    token_id: int
+
+    reason: ClassVar[str] = "GRAMMAR_DEAD_END"
+    template: ClassVar[str] = "the grammar allows nothing after {piece!r} (token {token_id})"
+
+
+@dataclass(eq=False)
 class TokenNotInVocab(EngineError):
     """A token id at or past the end of the vocabulary."""
 
@@ -420,6 +456,8 @@ class RebuildFailed(EngineError):
 
 
 __all__ = [
+    "BadGrammar",
+    "BadSchema",
     "BelowFloor",
     "ContextOverflow",
     "DeadlineExceeded",
@@ -427,6 +465,7 @@ __all__ = [
     "DuplicateRequest",
     "EngineError",
     "EngineFault",
+    "GrammarDeadEnd",
     "IdentityPending",
     "InvalidField",
     "KvPagesExhausted",

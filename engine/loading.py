@@ -225,6 +225,7 @@ def _chain_factory(sampler_vocab: SamplerVocab) -> Callable[[Request, int], Chai
             prompt=prompt,
             seed=seed,
             ignore_eos=request.ignore_eos,
+            constraint=request.constraint.begin() if request.constraint else None,
         )
 
     return begin

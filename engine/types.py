@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.constraint import Constraint
+
 
 class Sampler(Enum):
     """The samplers of the chain, in llama.cpp's names."""
@@ -106,6 +108,7 @@ class Request:
     later line is indented less (0: off); `time_limit_s` ends at a newline after that long.
     `annotation` is the caller's own note, shown in slot lists and never read. Requests of one
     `group` (several samples or prompts of one call) count once in the queue; "" is no group.
+    `constraint` is what the output is restricted to, already compiled.
     """
 
     request_id: str
@@ -131,6 +134,7 @@ class Request:
     tenant: str = ""
     annotation: str = ""
     group: str = ""
+    constraint: Constraint | None = None
 
 
 class FinishReason(Enum):

@@ -231,10 +231,11 @@ def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
     finished = sample.finished
     assert finished is not None
     params = sample.job.params
+    text = "".join(chunk.text for chunk in sample.chunks) + finished.unsent_text
     return Outcome(
         sample=sample,
         finished=finished,
-        text="".join(chunk.text for chunk in sample.chunks) + finished.unsent_text,
+        text=text[: len(text) - finished.indent_cut_chars],
         tokens=[chunk.token_id for chunk in sample.chunks] if params.return_tokens else (),
         probabilities=_entries(sample, finished, facts),
         prompt_text=facts.prompt_texts.get(sample.job.prompt, ""),

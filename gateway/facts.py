@@ -143,5 +143,6 @@ def _defaults(
         sse_ping_interval=options.sse_ping_interval_s,
         server_n_predict=params.n_predict,
         is_eos_banned=params.ignore_eos,
+        grammar=settings.grammar,
         reasoning_format=_REASONING_FORMATS.get(settings.reasoning.format, "deepseek"),
     )

@@ -198,6 +198,27 @@ class Bias:
         return tuple((target, bias) for target, bias in read if bias is not None)
 
 
+@dataclass(frozen=True)
+class Trigger:
+    """What switches a lazy grammar on. `kind` is the peer's number; `token` belongs to TOKEN."""
+
+    kind: int
+    value: str
+    token: int | None = None
+
+
+TRIGGER_TOKEN, TRIGGER_WORD, TRIGGER_PATTERN, TRIGGER_FULL_PATTERN = range(4)
+
+
+@dataclass(frozen=True)
+class Triggers:
+    """A list of objects `{type, value, token?}`."""
+
+    def read(self, value: Any) -> tuple[Trigger, ...]:
+        """Refuses a malformed entry; a type that there is not would end the peer."""
+        return tuple(_trigger(entry) for entry in items_of(value))
+
+
 def lenient_integer(value: Any, default: int) -> int:
     """A number or boolean as an integer, anything else as the default."""
     if not isinstance(value, int | float):
@@ -270,3 +291,19 @@ def _bias(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return to_float32(value)
+
+
+def _trigger(entry: Any) -> Trigger:
+    members = members_of(entry)
+    for key in ("type", "value"):
+        if key not in members:
+            raise Refusal(f"key '{key}' not found")
+    kind = int(_number(members["type"], takes_boolean=True))
+    if not TRIGGER_TOKEN <= kind <= TRIGGER_FULL_PATTERN:
+        raise Refusal(f"there is no trigger of type {kind}")
+    text = Text().read(members["value"])
+    if kind != TRIGGER_TOKEN:
+        return Trigger(kind, text)
+    if "token" not in members:
+        raise Refusal("key 'token' not found")
+    return Trigger(kind, text, int(_number(members["token"], takes_boolean=True)))

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
-from kvarts.v1 import common_pb2, generation_pb2
+from kvarts.v1 import common_pb2, generation_pb2, tokenization_pb2
 
-from gateway import peer_json
-from gateway.errors import invalid, not_supported
+from gateway import fields, peer_json
+from gateway.errors import ApiError, ErrorKind, FieldError, invalid
 from gateway.facts import SAMPLER_VALUES, Facts
-from gateway.fields import lenient_integer
+from gateway.fields import Trigger, lenient_integer
 from gateway.prompts import Prompt, tokenize
 from gateway.schema import RANDOM_SEED, BiasEntry, CompletionParams
-from gateway.service import Metadata, Service
+from gateway.service import Metadata, Service, answer
 from gateway.settings import long_settings, short_settings
 
 _MIROSTAT = (
@@ -31,6 +31,7 @@ _MIROSTAT = (
     generation_pb2.MIROSTAT_V2,
 )
 _MAX_BREAKER_BYTES = 40
+_NO_TOKEN = 2**32 - 1
 _MAX_ANNOTATION_BYTES = 4096
 
 
@@ -64,31 +65,34 @@ class Job:
 
 
 def check_params(params: CompletionParams) -> None:
-    """Refuses what the peer refuses when it builds the chain, and what no issue brought yet.
+    """Refuses what the peer refuses when it builds the chain.
 
     Raises:
-        ApiError: 400 for a penalty that is not positive, 501 for a feature.
+        ApiError: 400 for a penalty that is not positive.
     """
     if params.repeat_penalty <= 0:
         raise invalid(
             "Failed to initialize samplers: penalty_repeat must be finite and greater than 0"
         )
-    if params.grammar_lazy and (params.grammar or params.json_schema is not None):
-        raise not_supported("not supported: lazy grammars")
 
 
 async def resolve(
     service: Service, facts: Facts, params: CompletionParams, metadata: Metadata
 ) -> Resolved:
-    """Turns biases and preserved tokens that were given as text into token ids.
+    """Turns what was given as text into token ids, and a schema into a grammar.
 
     Raises:
         ApiError: the service refused a call or is gone.
     """
+    if params.json_schema is not None:
+        params = await _with_schema(service, params, metadata)
     bias, preserved = await asyncio.gather(
         _resolve_bias(service, facts, params.logit_bias, metadata),
         _resolve_preserved(service, params.preserved_texts, metadata),
     )
+    if params.grammar_triggers:
+        triggers = await _resolve_triggers(service, params.grammar_triggers, preserved, metadata)
+        params = dataclasses.replace(params, grammar_triggers=triggers)
     if params.is_eos_banned:
         bias += facts.eog_bias
     return Resolved(params, bias, preserved)
@@ -158,11 +162,26 @@ def _request(
             common_pb2.AdapterScale(adapter_id=adapter, scale=scale)
             for adapter, scale in params.lora
         )
-    if params.grammar:
-        request.grammar = params.grammar
-    elif params.json_schema is not None:
-        request.json_schema = peer_json.write(params.json_schema).decode()
+    # An empty one is none, whatever the server's own is.
+    request.grammar = params.grammar
+    if params.grammar and params.grammar_lazy:
+        request.grammar_lazy = True
+        request.grammar_triggers.extend(map(_trigger, params.grammar_triggers))
     return request
+
+
+def _trigger(trigger: Trigger) -> generation_pb2.GrammarTrigger:
+    match trigger.kind:
+        case fields.TRIGGER_TOKEN:
+            # What is no id at all is refused like an id that there is not.
+            token = trigger.token if trigger.token is not None and trigger.token >= 0 else _NO_TOKEN
+            return generation_pb2.GrammarTrigger(token_id=token)
+        case fields.TRIGGER_WORD:
+            return generation_pb2.GrammarTrigger(word=trigger.value)
+        case fields.TRIGGER_PATTERN:
+            return generation_pb2.GrammarTrigger(pattern=trigger.value)
+        case _:
+            return generation_pb2.GrammarTrigger(full_pattern=trigger.value)
 
 
 def _sampling(resolved: Resolved) -> generation_pb2.SamplingParams:
@@ -252,6 +271,45 @@ async def _resolve_preserved(
         if len(tokens) == 1:
             preserved.add(tokens[0])
     return tuple(sorted(preserved))
+
+
+async def _resolve_triggers(
+    service: Service,
+    triggers: Sequence[Trigger],
+    preserved: Sequence[int],
+    metadata: Metadata,
+) -> tuple[Trigger, ...]:
+    """Turns words that are one token into that token, which must be shown."""
+    resolved: list[Trigger] = []
+    for trigger in triggers:
+        tokens: tuple[int, ...] = ()
+        if trigger.kind == fields.TRIGGER_WORD:
+            tokens = await _plain_tokens(service, trigger.value, metadata, parse_special=True)
+        if len(tokens) == 1:
+            if tokens[0] not in preserved:
+                problem = "Grammar trigger word should be marked as preserved token"
+                raise invalid(str(FieldError("grammar_triggers", f"{problem}: {trigger.value}")))
+            trigger = Trigger(fields.TRIGGER_TOKEN, trigger.value, tokens[0])
+        resolved.append(trigger)
+    return tuple(resolved)
+
+
+async def _with_schema(
+    service: Service, params: CompletionParams, metadata: Metadata
+) -> CompletionParams:
+    """Puts the grammar of the schema in its place."""
+    request = tokenization_pb2.ConvertJsonSchemaRequest(
+        json_schema=peer_json.write(params.json_schema).decode()
+    )
+    try:
+        call = service.tokenization.ConvertJsonSchema(request, metadata=metadata)
+        converted = await answer(call)
+    except ApiError as error:
+        if error.body.kind is not ErrorKind.INVALID_REQUEST:
+            raise
+        message = str(FieldError("json_schema", f'"json_schema": {error.body.message}'))
+        raise ApiError(error.body.kind, message, headers=error.body.headers) from error
+    return dataclasses.replace(params, json_schema=None, grammar=converted.grammar)
 
 
 async def _plain_tokens(

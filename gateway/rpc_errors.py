@@ -37,6 +37,7 @@ _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
     "NOT_SUPPORTED": (_K.NOT_SUPPORTED, None),
     "CONTEXT_OVERFLOW": (_K.CONTEXT_SIZE, None),
     "BAD_GRAMMAR": (_K.INVALID_REQUEST, "Failed to initialize samplers: failed to parse grammar"),
+    "GRAMMAR_DEAD_END": (_K.SERVER, None),
     "TOKEN_NOT_IN_VOCAB": (_K.INVALID_REQUEST, "Prompt contains invalid tokens"),
     "QUEUE_FULL": (_K.UNAVAILABLE, None),
     "KV_PAGES_EXHAUSTED": (_K.SERVER, "Context size has been exceeded."),
@@ -124,8 +125,15 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
         return ApiError(kind, text, headers=_headers(details))
     kind, words = _BY_REASON[details.reason]
     message, extra = words or text, dict[str, Json]()
-    if details.reason == "CONTEXT_OVERFLOW":
-        message, extra = _context_overflow(details.metadata)
+    match details.reason:
+        case "CONTEXT_OVERFLOW":
+            message, extra = _context_overflow(details.metadata)
+        case "BAD_GRAMMAR":
+            message = _bad_grammar(message, text, details.metadata)
+        case "GRAMMAR_DEAD_END":
+            message = _dead_end(details.metadata)
+        case _:
+            pass
     return ApiError(kind, message, extra=extra, headers=_headers(details))
 
 
@@ -167,3 +175,16 @@ def _context_overflow(metadata: Mapping[str, str]) -> tuple[str, dict[str, Json]
         "try increasing it"
     )
     return message, {"n_prompt_tokens": prompt, "n_ctx": context}
+
+
+def _bad_grammar(words: str, text: str, metadata: Mapping[str, str]) -> str:
+    """The peer's words and our cause: a schema is named by its path, a grammar by its line."""
+    if "path" in metadata:
+        return f"JSON schema conversion failed:\n{text}"
+    return f"{words}: {text}"
+
+
+def _dead_end(metadata: Mapping[str, str]) -> str:
+    piece, token_id = metadata["piece"], metadata["tokenId"]
+    what = "Unexpected empty grammar stack after accepting piece"
+    return f"got exception: {what}: {piece} ({token_id})"

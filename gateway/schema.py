@@ -28,6 +28,8 @@ from gateway.fields import (
     Stops,
     Text,
     Texts,
+    Trigger,
+    Triggers,
     Unsigned32,
 )
 from gateway.samplers import SamplerNames
@@ -97,6 +99,7 @@ class CompletionParams:
     grammar: str = ""
     json_schema: Any = None
     grammar_lazy: bool = False
+    grammar_triggers: tuple[Trigger, ...] = ()
     reasoning_format: str = "deepseek"
     generation_prompt: str = ""
     parse_tool_calls: bool = False
@@ -219,6 +222,7 @@ FIELDS: tuple[Field, ...] = (
     Field("parse_tool_calls", _FLAG),
     Field("echo", _FLAG),
     Field("preserved_texts", Texts(), ("preserved_tokens",)),
+    Field("grammar_triggers", Triggers()),
     Field("reasoning_control", _FLAG),
     Field("reasoning_budget_tokens", Integer(low=-1, is_hard=True)),
     Field("logit_bias", Bias()),
@@ -259,7 +263,7 @@ def read_params(
         values["is_eos_banned"] = False
     if "ignore_eos" in values:
         values["is_eos_banned"] = values["ignore_eos"]
-    if given.has("grammar_triggers") and values.get("grammar_lazy") and not given.triggers():
+    if values.get("grammar_triggers") == () and values.get("grammar_lazy"):
         raise FieldError("grammar_triggers", "Error: no triggers set for lazy grammar!")
     return dataclasses.replace(defaults, **values)
 
@@ -303,6 +307,3 @@ class _Reading:
         if schema is None:
             return {}
         return {"json_schema": {"type": "object"} if schema == {} else schema}
-
-    def triggers(self) -> Any:
-        return self.body.get("grammar_triggers")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gateway.fields import Trigger
 from gateway.peer_json import Json
 from gateway.schema import CompletionParams
 
@@ -69,7 +70,7 @@ def long_settings(
         "min_keep": params.min_keep,
         "grammar": params.grammar,
         "grammar_lazy": params.grammar_lazy,
-        "grammar_triggers": [],
+        "grammar_triggers": [_trigger(trigger) for trigger in params.grammar_triggers],
         "preserved_tokens": preserved,
         "chat_format": params.chat_format,
         "reasoning_format": params.reasoning_format,
@@ -92,3 +93,8 @@ def short_settings(params: CompletionParams) -> dict[str, Json]:
 
 def _bias(token: int, value: float) -> dict[str, Json]:
     return {"bias": value if math.isfinite(value) else None, "token": token}
+
+
+def _trigger(trigger: Trigger) -> dict[str, Json]:
+    shown: dict[str, Json] = {"type": trigger.kind, "value": trigger.value}
+    return shown if trigger.token is None else shown | {"token": trigger.token}

@@ -8,15 +8,15 @@ Source: the template variables of llama.cpp's chat layer (contract 2.5), which f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
 from service.defaults import GenerationDefaults
+from service.json_text import json_object
 from service.loaded import Template
 
 
@@ -175,24 +175,3 @@ def _kwargs(
         else:
             kwargs["reasoning_effort"] = chat.reasoning_effort
     return kwargs
-
-
-def json_object(text: str, field: str) -> dict[str, Any]:
-    """Parses the text of a JSON object.
-
-    Raises:
-        InvalidField: It is not JSON, not an object, nested too deeply, or holds a number that JSON
-            does not have.
-    """
-    try:
-        value: object = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else "not JSON"
-        raise InvalidField(field, f"{reason}: the text of a JSON object is needed") from error
-    if not isinstance(value, dict):
-        raise InvalidField(field, f"a JSON object is needed, not {type(value).__name__}")
-    return cast("dict[str, Any]", value)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

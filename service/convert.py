@@ -11,6 +11,7 @@ from dataclasses import replace
 from google.protobuf.duration_pb2 import Duration
 from kvarts.v1 import common_pb2, generation_pb2, model_pb2, rebuild_pb2, slot_pb2
 
+from engine.constraint import Constraint
 from engine.types import (
     AdapterScale,
     CacheSource,
@@ -117,6 +118,7 @@ def to_requests(
     defaults: GenerationDefaults,
     deadline_s: float | None,
     tenant: str,
+    constraint: Constraint | None = None,
 ) -> tuple[Request, ...]:
     """Builds one engine request per sample, seeds rising by 1 (contract 2.2, `n`).
 
@@ -155,6 +157,7 @@ def to_requests(
         tenant=tenant,
         annotation=message.annotation,
         group=request_id,
+        constraint=constraint,
     )
     return tuple(_sample(first, i) for i in range(max(1, message.num_samples)))
 
@@ -298,6 +301,8 @@ def from_settings(request: Request) -> generation_pb2.GenerationSettings:
         render_special=request.render_special,
         adapters=from_adapters(request.adapters or ()),
         return_progress=request.progress,
+        constrained=request.constraint is not None,
+        grammar_lazy=request.constraint is not None and request.constraint.is_lazy,
     )
 
 
@@ -311,7 +316,10 @@ def from_defaults(defaults: GenerationDefaults) -> generation_pb2.GenerationSett
         deadline_s=None,
         tenant="",
     )
-    return from_settings(request)
+    settings = from_settings(request)
+    settings.constrained = bool(defaults.grammar)
+    settings.grammar = defaults.grammar
+    return settings
 
 
 def from_slot(slot: SlotInfo) -> slot_pb2.Slot:

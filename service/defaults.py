@@ -18,7 +18,7 @@ _LOG = logging.getLogger("kvarts.service")
 class GenerationDefaults:
     """The server's defaults, in the units and ranges of `engine.types.Request`.
 
-    `prefill_assistant`: a trailing assistant message is continued. `template_kwargs` are variables
+    `grammar` is GBNF, "" for none. `prefill_assistant`: a trailing assistant message is continued. `template_kwargs` are variables
     of the chat template that a request's own are merged over.
     """
 
@@ -30,6 +30,7 @@ class GenerationDefaults:
     n_keep: int = 0
     n_cache_reuse: int = 0
     render_special: bool = False
+    grammar: str = ""
     prefill_assistant: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -57,6 +57,7 @@ ERROR_TABLE: Mapping[str, ErrorRow] = MappingProxyType(
         # Generation and embeddings.
         "CONTEXT_OVERFLOW": ErrorRow(_C.OUT_OF_RANGE),
         "BAD_GRAMMAR": ErrorRow(_C.INVALID_ARGUMENT),
+        "GRAMMAR_DEAD_END": ErrorRow(_C.INTERNAL),
         "TOKEN_NOT_IN_VOCAB": ErrorRow(_C.INVALID_ARGUMENT),
         "QUEUE_FULL": ErrorRow(_C.RESOURCE_EXHAUSTED, retry_s=1.0),
         "KV_PAGES_EXHAUSTED": ErrorRow(_C.RESOURCE_EXHAUSTED, retry_s=1.0),

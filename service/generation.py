@@ -14,6 +14,7 @@ from engine.errors import NotSupported
 from engine.types import Chunk, Event, Finished, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
+from service.constraint import read_constraint
 from service.deadline import CallDeadline
 from service.metrics import Metrics
 from service.prompt import read_prompt
@@ -53,6 +54,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         _refuse_what_is_missing(request)
         record = telemetry.current()
         prompt = await read_prompt(request, model)
+        constraint = await read_constraint(request, model)
         requests = convert.to_requests(
             request,
             request_id=record.request_id,
@@ -60,6 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             defaults=model.defaults,
             deadline_s=deadline_s,
             tenant=record.tenant,
+            constraint=constraint,
         )
         observer = _Observer(record, self._metrics, self._clock, len(requests))
         answer = _Answer(record.request_id, None if prompt.chat is None else prompt.chat.echo)
@@ -170,9 +173,6 @@ def _refuse_what_is_missing(request: GenerateRequest) -> None:
     Raises:
         NotSupported: Names the feature.
     """
-    constraint = request.WhichOneof("constraint")
-    if constraint is not None:
-        raise NotSupported(constraint)
     if request.chat.tools and request.chat.tool_choice != common_pb2.TOOL_CHOICE_NONE:
         raise NotSupported("tool calls")
     reasoning = request.reasoning

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from engine.engine import Engine
+from engine.text.grammar.matcher import GrammarCompiler
 from engine.types import EventSink
 from service.defaults import GenerationDefaults
 
@@ -129,6 +131,11 @@ class LoadedModel:
     is_unified: bool = True
     has_jinja: bool = True
     device: str = "cpu"
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for this model's tokens."""
+        return GrammarCompiler(self.tokenizer)
 
 
 # Builds a model (blocking: called on a thread of its own). The engine that it returns reports to

@@ -78,7 +78,7 @@ class _Report:
 
 def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedModel:
     template = _template(options, loaded)
-    return LoadedModel(
+    model = LoadedModel(
         engine=loaded.engine,
         tokenizer=loaded.tokenizer,
         template=template,
@@ -89,6 +89,9 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         has_jinja=options.use_jinja,
         device=jax.default_backend(),
     )
+    if model.defaults.grammar:
+        model.grammars.compile(model.defaults.grammar)
+    return model
 
 
 def _names(options: ServiceOptions, path: Path) -> ModelNames:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.errors import EngineError
+from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from engine.types import EngineConfig, Mirostat, SamplingParams
 from service.defaults import GenerationDefaults
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
+from service.json_text import parse_json
 from service.template import try_template
 
 SERVICE_PORT = 50051
@@ -286,7 +288,30 @@ def _generation_defaults(parsed: Parsed, sampling: Mapping[str, Any]) -> Generat
         render_special=parsed["render_special"],
         prefill_assistant=parsed["prefill_assistant"],
         template_kwargs=_template_kwargs(parsed),
+        grammar=_grammar(parsed),
     )
+
+
+_GRAMMAR_FLAGS = ("grammar", "grammar_file", "json_schema", "json_schema_file")
+
+
+def _grammar(parsed: Parsed) -> str:
+    """The grammar of requests that name none; whether it compiles is the loader's to say."""
+    given = [name for name in _GRAMMAR_FLAGS if parsed[name]]
+    if not given:
+        return ""
+    flag = f"--{given[0].replace('_', '-')}"
+    if len(given) > 1:
+        raise FlagError(f"{flag} and --{given[1].replace('_', '-')}: only one can be given")
+    text = parsed[given[0]]
+    if given[0].endswith("file"):
+        text = _read_text(text, flag)
+    if given[0].startswith("grammar"):
+        return text
+    try:
+        return schema_to_gbnf(parse_json(text, "schema")).grammar
+    except EngineError as error:
+        raise FlagError(f"{flag} {_shortened(text)!r}: {error}") from None
 
 
 def _template_kwargs(parsed: Parsed) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 from kvarts.v1 import tokenization_pb2, tokenization_pb2_grpc
 
+from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from service.bridge import Bridge
+from service.json_text import parse_json
 from service.loaded import Tokenizer
 from service.prompt import encode, render
 from service.validate import check_template, check_tokenize, check_vocab
@@ -18,6 +21,10 @@ DetokenizeRequest = tokenization_pb2.DetokenizeRequest
 DetokenizeResponse = tokenization_pb2.DetokenizeResponse
 TemplateRequest = tokenization_pb2.ApplyChatTemplateRequest
 TemplateResponse = tokenization_pb2.ApplyChatTemplateResponse
+SchemaRequest = tokenization_pb2.ConvertJsonSchemaRequest
+SchemaResponse = tokenization_pb2.ConvertJsonSchemaResponse
+
+_LOG = logging.getLogger(__name__)
 
 
 class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
@@ -86,6 +93,26 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         rendered = await render(request.chat, model)
         tokens = await encode(model.tokenizer, rendered.text)
         return TemplateResponse(prompt=rendered.text, prompt_tokens=len(tokens))
+
+    async def ConvertJsonSchema(
+        self,
+        request: SchemaRequest,
+        context: grpc.aio.ServicerContext[SchemaRequest, SchemaResponse],
+    ) -> SchemaResponse:
+        """Writes a JSON schema as a grammar, passing over what a grammar cannot express.
+
+        Raises:
+            EngineError: The request was refused.
+        """
+        return await asyncio.to_thread(_convert_schema, request.json_schema)
+
+
+def _convert_schema(text: str) -> SchemaResponse:
+    converted = schema_to_gbnf(parse_json(text, "json_schema"))
+    ignored = [str(entry) for entry in converted.ignored]
+    if ignored:
+        _LOG.warning("a JSON schema's keywords are not honoured: %s", "; ".join(ignored[:10]))
+    return SchemaResponse(grammar=converted.grammar, ignored=ignored)
 
 
 async def _encode_mixed(

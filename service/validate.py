@@ -94,6 +94,7 @@ def check_generate(request: generation_pb2.GenerateRequest, limits: Limits) -> N
     check_vocab(request.preserved_tokens, limits.vocab_size)
     check_vocab(request.sampling.logit_bias, limits.vocab_size)
     check_vocab(request.tokens.ids, limits.vocab_size)
+    check_vocab((trigger.token_id for trigger in request.grammar_triggers), limits.vocab_size)
 
 
 def check_prompt(tokens: Sequence[int], limits: Limits) -> None:
@@ -267,7 +268,7 @@ def _check_texts(faults: Faults, request: generation_pb2.GenerateRequest) -> Non
 
 
 def _check_constraint(faults: Faults, request: generation_pb2.GenerateRequest) -> None:
-    if request.grammar_lazy and request.WhichOneof("constraint") is None:
+    if request.grammar_lazy and not (request.grammar or request.json_schema):
         faults.add("grammar_lazy", "true without a grammar or a json_schema")
     if request.grammar_lazy and not request.grammar_triggers:
         faults.add("grammar_triggers", "empty, but grammar_lazy needs at least one")

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.constraint import ConstraintState
+from engine.errors import GrammarDeadEnd
 from engine.sampling.adaptive import AdaptiveP
 from engine.sampling.builder import Builder
 from engine.sampling.candidates import Candidates, gather, whole
@@ -22,6 +24,7 @@ from engine.sampling.dist import Dist
 from engine.sampling.dry import Dry
 from engine.sampling.edits import Penalties
 from engine.sampling.greedy import Greedy
+from engine.sampling.masked import MaskedRow
 from engine.sampling.probabilities import (
     LogProbs,
     post_chain_probabilities,
@@ -46,6 +49,7 @@ class Chain:
         prompt: Sequence[int],
         seed: int,
         ignore_eos: bool = False,
+        constraint: ConstraintState | None = None,
     ) -> None:
         """Builds the chain.
 
@@ -54,7 +58,9 @@ class Chain:
             vocab: The model's tokens.
             prompt: What penalties and DRY remember from the start, the whole prompt.
             seed: 0 .. 2**32 - 1; every sampler that draws has its own generator with this seed.
-            ignore_eos: Forbids every token that ends a generation.
+            ignore_eos: Forbids every token that ends a generation, except where nothing else may
+                follow.
+            constraint: Which tokens may follow; the chain moves it on.
 
         Raises:
             InvalidField: A parameter that no chain can be built from.
@@ -74,6 +80,9 @@ class Chain:
         ]
         self._starts_partial = _starts_partial(self._stages)
         self._greedy = Greedy.of(self._stages) if isinstance(self._picker, Dist) else None
+        self._constraint = constraint
+        self._end_tokens = vocab.eog_tokens
+        self._piece = vocab.word
         self._last: tuple[RowLogits, Pick] | None = None
 
     def sample(self, row: RowLogits) -> int:
@@ -81,15 +90,22 @@ class Chain:
 
         Args:
             row: Finite logits; the caller has checked `row.is_finite`.
+
+        Raises:
+            GrammarDeadEnd: No token can continue what the constraint allows.
+            EngineError: The constraint's state fails on the token.
         """
         short = self._greedy.pick(row) if self._greedy else None
-        if short is not None:
+        if short is not None and self._constraint is None:
             self._last = row, short
             return short.token_id
         # Forbidding every token, or a temperature near 0, leaves infinities and NaN that the
         # samplers treat as C does; they are no reason for a warning.
         with np.errstate(all="ignore"):
-            pick = self._draw(row)
+            pick = short or self._draw(row)
+            if self._constraint is not None:
+                pick = self._constrained(self._constraint, row, pick)
+                self._constraint.accept(pick.token_id)
             for listener in self._listeners:
                 listener.accept(pick.token_id)
         self._last = row, pick
@@ -114,6 +130,24 @@ class Chain:
         if post_chain:
             return post_chain_probabilities(pick, n)
         return raw_probabilities(row, pick.token_id, n)
+
+    def _constrained(self, constraint: ConstraintState, row: RowLogits, pick: Pick) -> Pick:
+        """Returns the pick if it may follow, else one that is drawn again among those that may.
+
+        Source: llama.cpp `common_sampler_sample`.
+        """
+        if not constraint.is_active or constraint.allows(pick.token_id):
+            return pick
+        again = self._draw(MaskedRow(row, constraint.mask()))
+        if constraint.allows(again.token_id):
+            return again
+        # Every token that may follow is forbidden by a bias, or the vocabulary has none. A complete
+        # text ends, even where the end is forbidden.
+        if constraint.is_complete and self._end_tokens:
+            end = np.array([min(self._end_tokens)], np.int32)
+            return Pick(Candidates(end, row.at(end)), np.ones(1, np.float32), 0)
+        piece = self._piece(pick.token_id).decode("utf-8", "replace")
+        raise GrammarDeadEnd(piece, pick.token_id)
 
     def _draw(self, row: RowLogits) -> Pick:
         candidates = gather(row, self._edited_ids()) if self._starts_partial else whole(row)

@@ -13,7 +13,6 @@ from service.flags import Flag, Verdict
 _ADAPTERS = "LoRA adapters"
 _EMBEDDING = "embeddings and reranking"
 _REASONING = "separating a model's reasoning from its answer"
-_GRAMMAR = "grammars"
 
 
 def _later(
@@ -111,9 +110,5 @@ DEFERRED = (
         off=("--no-skip-chat-parsing",),
         variable="LLAMA_ARG_SKIP_CHAT_PARSING",
     ),
-    _later(_GRAMMAR, "--grammar", neutral=("",)),
-    _later(_GRAMMAR, "--grammar-file"),
-    _later(_GRAMMAR, "-j", "--json-schema"),
-    _later(_GRAMMAR, "-jf", "--json-schema-file"),
     _later("sleeping when idle", "--sleep-idle-seconds", kind=integer(-1), neutral=(-1,)),
 )

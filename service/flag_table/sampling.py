@@ -159,6 +159,10 @@ SAMPLING = (
     _row(("--mirostat",), integer(0, 2), "mirostat", "0 is off, else the version of Mirostat (0)"),
     _row(("--mirostat-lr",), number(0), "mirostat_eta", "learning rate of Mirostat (0.1)"),
     _row(("--mirostat-ent",), number(0), "mirostat_tau", "target entropy of Mirostat (5)"),
+    _row(("--grammar",), TEXT, "grammar", "GBNF that every answer follows which names no other"),
+    _row(("--grammar-file",), TEXT, "grammar_file", "the same from a file"),
+    _row(("-j", "--json-schema"), TEXT, "json_schema", "JSON schema in place of a grammar"),
+    _row(("-jf", "--json-schema-file"), TEXT, "json_schema_file", "the same from a file"),
     _row(
         ("-l", "--logit-bias"),
         LOGIT_BIAS,

@@ -32,12 +32,11 @@ class Excuse:
 # How much of the prompt was cached, and in which slot the peer kept it.
 _REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
 
-_GRAMMAR = Excuse("needs grammars and JSON schemas")
+_CHAT_SCHEMA = Excuse("needs the grammar of a chat's format")
 _TOOLS = Excuse("needs tools")
 _SAMPLES = Excuse("needs samples that share their prompt", _REUSE)
 _HOST_CACHE = Excuse("needs the host cache, which keeps a prompt when its slot is taken", _REUSE)
 _CACHE_REUSE = Excuse("needs n_cache_reuse", _REUSE)
-_AFTER_GRAMMAR = Excuse("follows an answer that needs grammars", _REUSE)
 _AFTER_TOOLS = Excuse("follows an answer that needs tools", _REUSE)
 _SLOT_FILES = Excuse("needs slot files")
 _TENANTS = Excuse("differs on purpose: keys do not share cached prompts", _REUSE)
@@ -55,10 +54,8 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "chunk is moved": _CACHE_REUSE,
         "grown by its own output": _HOST_CACHE,
     },
-    "chat_errors": {"bad schema": _GRAMMAR},
     "chat_forms": {
         "parts": _HOST_CACHE,
-        "grammar": _GRAMMAR,
         "stream, two samples": _SAMPLES,
     },
     "completion": {
@@ -66,6 +63,7 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "two samples": _SAMPLES,
         **_each(
             _HOST_CACHE,
+            "ends by itself",
             "fields",
             "stop",
             "stop across tokens",
@@ -75,42 +73,12 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
             "ignore_eos",
             "slot id out of range",
         ),
-        **_each(
-            _GRAMMAR,
-            "ends by itself",
-            "indent",
-            "time",
-            "bytes of a character",
-            "cut inside a character",
-        ),
-    },
-    "errors": _each(
-        _GRAMMAR,
-        'grammar: root ::= "a',
-        "grammar: root ::= missing",
-        "json_schema: {'type': 'strange'}",
-        "json_schema: {'$ref': '#/nowhere'}",
-        "word trigger of a special token",
-    ),
-    "grammar": {
-        **_each(
-            _GRAMMAR,
-            "choice",
-            "rules",
-            "sampled, so that rejected draws draw again",
-            "json schema",
-            "json schema, references and choices",
-            "any object",
-            "lazy",
-            "lazy, one token",
-        ),
-        "grammar null beside a schema": _AFTER_GRAMMAR,
     },
     "messages": {"again": _HOST_CACHE},
     "openai_chat": {
         "logprobs": _HOST_CACHE,
-        "json object": _GRAMMAR,
-        "json schema": _GRAMMAR,
+        "json object": _CHAT_SCHEMA,
+        "json schema": _CHAT_SCHEMA,
     },
     "openai_completions": {
         "two samples": _SAMPLES,
@@ -118,9 +86,7 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "verbose": _HOST_CACHE,
     },
     "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
-    "probabilities": {"inside characters": _GRAMMAR},
     "responses": {"stream": _HOST_CACHE},
-    "samplers": {"rejected draws draw again": _GRAMMAR},
     "slots": _each(
         _SLOT_FILES,
         "save",
@@ -136,8 +102,6 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "filename 7",
     ),
     "stream": {
-        "held back, then flushed at the end": _GRAMMAR,
-        "characters": _GRAMMAR,
         "two samples": _SAMPLES,
     },
     "tools": {

@@ -225,8 +225,6 @@ async def test_a_time_limit_ends_at_a_newline() -> None:
 
 
 UNSUPPORTED = [
-    (GenerateRequest(text="x", grammar='root ::= "a"'), "grammar"),
-    (GenerateRequest(text="x", json_schema="{}"), "json_schema"),
     (GenerateRequest(chat=chat(("user", "x"), tools=[common_pb2.Tool(name="f")])), "tool calls"),
     (
         GenerateRequest(

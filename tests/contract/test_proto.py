@@ -141,7 +141,12 @@ def test_all_services_are_there() -> None:
 
     assert services == {
         "GenerationService": {"Generate"},
-        "TokenizationService": {"Tokenize", "Detokenize", "ApplyChatTemplate"},
+        "TokenizationService": {
+            "Tokenize",
+            "Detokenize",
+            "ApplyChatTemplate",
+            "ConvertJsonSchema",
+        },
         "EmbeddingService": {"Embed"},
         "ModelService": {"GetModel", "GetServerInfo"},
         "SlotService": {
@@ -324,7 +329,8 @@ def _renamed(name: str, names: dict[str, str]) -> str:
             {"prompt": "tokens", "time_limit_s": "time_limit", "progress": "return_progress"},
             # A deadline is the call's, a tenant the key's, a group the call; the echo is
             # `annotation`.
-            {"deadline_s", "tenant", "group"},
+            # The constraint's parts are fields of their own.
+            {"deadline_s", "tenant", "group", "constraint"},
         ),
         (
             types.Started,

@@ -79,7 +79,28 @@ def test_reasons(code: grpc.StatusCode, reason: str, status: int, kind: str):
 def test_every_reason_of_a_call_has_a_row():
     names = {name.removeprefix("ERROR_REASON_") for name, _ in error_reason_pb2.ErrorReason.items()}
     start_up = {"UNSPECIFIED", "MODEL_FILE_INVALID", "MODEL_NOT_SUPPORTED"}
-    assert names - start_up - {"CONTEXT_OVERFLOW"} == {reason for _, reason, _, _ in ROWS}
+    with_numbers = {"CONTEXT_OVERFLOW", "GRAMMAR_DEAD_END"}
+    assert names - start_up - with_numbers == {reason for _, reason, _, _ in ROWS}
+
+
+def test_a_dead_end_tells_the_piece_and_its_token():
+    error = refused(_C.INTERNAL, "GRAMMAR_DEAD_END", piece=" there", tokenId="383")
+    assert from_rpc(error).body.to_json() == {
+        "code": 500,
+        "message": "got exception: Unexpected empty grammar stack after accepting piece:  there (383)",
+        "type": "server_error",
+    }
+
+
+def test_a_bad_grammar_tells_the_cause_behind_the_words_of_the_peer():
+    error = refused(_C.INVALID_ARGUMENT, "BAD_GRAMMAR", line="1", detail="why")
+    message = "Failed to initialize samplers: failed to parse grammar: why"
+    assert from_rpc(error).body.message == message
+
+
+def test_a_bad_schema_is_told_as_the_peer_tells_it():
+    error = refused(_C.INVALID_ARGUMENT, "BAD_GRAMMAR", path="#", detail="why")
+    assert from_rpc(error).body.message == "JSON schema conversion failed:\nwhy"
 
 
 def test_an_overflow_tells_both_numbers():

@@ -7,8 +7,9 @@ import pytest
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
-from service.chat import json_object, render_chat
+from service.chat import render_chat
 from service.defaults import GenerationDefaults
+from service.json_text import json_object
 
 
 class Recorder:

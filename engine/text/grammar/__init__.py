@@ -1,0 +1,1 @@
+"""Grammars: GBNF and JSON schemas in, sets of allowed tokens out."""

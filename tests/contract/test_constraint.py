@@ -1,0 +1,105 @@
+"""Grammars and schemas over the wire: what is refused, and with which words."""
+
+from __future__ import annotations
+
+import pytest
+from kvarts.v1 import generation_pb2, tokenization_pb2
+
+from service.defaults import GenerationDefaults
+from tests.contract.serving import GenerateRequest, failure, serving
+
+Trigger = generation_pb2.GrammarTrigger
+
+
+@pytest.mark.parametrize(
+    ("request_", "metadata"),
+    [
+        (
+            GenerateRequest(text="x", grammar='root ::= "a"\n!'),
+            {"line": "2", "detail": "expected a name at '!'"},
+        ),
+        (
+            GenerateRequest(text="x", json_schema='{"type":"strange"}'),
+            {"path": "#", "detail": "unrecognized type strange"},
+        ),
+        (
+            GenerateRequest(text="x", json_schema='{"properties":{"a":{"not":{}}}}'),
+            {"path": "#/properties/a", "detail": "not cannot be honoured"},
+        ),
+    ],
+)
+async def test_what_cannot_be_compiled_names_line_or_path(
+    request_: GenerateRequest, metadata: dict[str, str]
+) -> None:
+    async with serving() as it:
+        failed = await failure(it.collect(request_))
+    assert failed.reason == "BAD_GRAMMAR"
+    assert failed.metadata == metadata
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (GenerateRequest(text="x", json_schema="{"), "json_schema"),
+        (GenerateRequest(text="x", json_schema="[" * 5000), "json_schema"),
+        (
+            GenerateRequest(
+                text="x",
+                grammar='root ::= "a"',
+                grammar_lazy=True,
+                grammar_triggers=[Trigger(pattern="(")],
+            ),
+            "grammar_triggers[0].pattern",
+        ),
+        (
+            GenerateRequest(
+                text="x",
+                grammar='root ::= "a"',
+                grammar_lazy=True,
+                grammar_triggers=[Trigger(word="a b"), Trigger(word="a")],
+            ),
+            "grammar_triggers[1].word",
+        ),
+        (
+            GenerateRequest(text="x", grammar_lazy=True, grammar_triggers=[Trigger(word="a")]),
+            "grammar_lazy",
+        ),
+        (GenerateRequest(text="x", grammar='root ::= "a"', grammar_lazy=True), "grammar_triggers"),
+    ],
+)
+async def test_what_is_malformed_names_the_field(request_: GenerateRequest, field: str) -> None:
+    async with serving() as it:
+        failed = await failure(it.collect(request_))
+    assert failed.reason == "INVALID_FIELD"
+    assert failed.metadata["field"] == field
+
+
+async def test_a_trigger_token_must_exist() -> None:
+    request = GenerateRequest(
+        text="x",
+        grammar='root ::= "a"',
+        grammar_lazy=True,
+        grammar_triggers=[Trigger(token_id=100_000)],
+    )
+    async with serving() as it:
+        failed = await failure(it.collect(request))
+    assert failed.reason == "TOKEN_NOT_IN_VOCAB"
+
+
+async def test_the_grammar_of_the_server_is_refused_like_one_of_a_request() -> None:
+    defaults = GenerationDefaults(grammar="root ::= missing")
+    async with serving(model={"defaults": defaults}) as it:
+        failed = await failure(it.collect(GenerateRequest(text="x")))
+        assert failed.reason == "BAD_GRAMMAR"
+        # An empty grammar is none.
+        await it.collect(GenerateRequest(text="x", grammar="", max_tokens=1))
+
+
+async def test_a_schema_is_converted_and_what_is_not_honoured_is_told() -> None:
+    schema = '{"type":"array","items":{"type":"null"},"uniqueItems":true}'
+    async with serving() as it:
+        converted = await it.tokenization.ConvertJsonSchema(
+            tokenization_pb2.ConvertJsonSchemaRequest(json_schema=schema)
+        )
+    assert 'null ::= "null"' in converted.grammar
+    assert list(converted.ignored) == ["uniqueItems at #"]
