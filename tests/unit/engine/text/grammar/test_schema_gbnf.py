@@ -210,7 +210,13 @@ def test_what_is_not_honoured_is_listed_or_refused(schema: Any, path: str, keywo
 
 
 def test_annotations_are_no_constraints():
-    schema: dict[str, Any] = {"title": "t", "description": "d", "type": "null", "default": None, "$defs": {}}
+    schema: dict[str, Any] = {
+        "title": "t",
+        "description": "d",
+        "type": "null",
+        "default": None,
+        "$defs": {},
+    }
     assert schema_to_gbnf(schema, is_strict=True).ignored == ()
 
 
