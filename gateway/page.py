@@ -1,6 +1,15 @@
-"""The page at `/`: one small document, or the files of a directory."""
+"""The page at `/`: one document that needs nothing else, or the files of a directory.
+
+The document may load nothing and run no script but its own: what a model writes is shown as text,
+and would be harmless even if it were not.
+"""
 
 from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib import resources
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -9,14 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from gateway.options import GatewayOptions
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>Kvarts</title>
-<h1>Kvarts</h1>
-<p>This server speaks llama.cpp's HTTP API and gRPC. There is no chat page here.
-</html>
-"""
+_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def page_routes(options: GatewayOptions) -> list[BaseRoute]:
@@ -26,12 +28,26 @@ def page_routes(options: GatewayOptions) -> list[BaseRoute]:
     if options.static_path is not None:
         files = StaticFiles(directory=options.static_path, html=True)
         return [Mount(options.api_prefix or "/", files)]
+    document = resources.files("gateway").joinpath("ui", "index.html").read_bytes()
+    headers = {"content-security-policy": _policy(document), "x-content-type-options": "nosniff"}
+
+    async def page(request: Request) -> Response:
+        del request
+        return HTMLResponse(document, headers=headers)
+
     return [
-        Route(f"{options.api_prefix}{path}", _page, methods=["GET"])
-        for path in ("/", "/index.html")
+        Route(f"{options.api_prefix}{path}", page, methods=["GET"]) for path in ("/", "/index.html")
     ]
 
 
-async def _page(request: Request) -> Response:
-    del request
-    return HTMLResponse(_PAGE)
+def _policy(document: bytes) -> str:
+    """Allows the document's own script, by its hash, its styles, and calls of this server."""
+    hashes = [
+        "'sha256-" + base64.b64encode(hashlib.sha256(script).digest()).decode() + "'"
+        for script in _SCRIPT.findall(document)
+    ]
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes)}; style-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
