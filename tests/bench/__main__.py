@@ -16,12 +16,20 @@ from pathlib import Path
 
 from service.command_line import service_command_line
 from service.fetch import FetchError
-from tests.bench import engine_speed, served_speed
+from tests.bench import busy_box, engine_speed, first_token, roofline, served_speed, start_up
 from tests.bench.child import ChildError
 from tests.bench.figures import Figure
 from tests.bench.models import ENTRIES, Bars, Model, find_models
 from tests.bench.peer import Peer, PeerError, find_peer
-from tests.bench.report import as_text, write_json, write_page
+from tests.bench.report import (
+    ReportError,
+    as_text,
+    joined,
+    read_json,
+    split_page,
+    write_json,
+    write_page,
+)
 from tests.bench.setting import Setting
 
 Measurement = Callable[[Setting], Iterator[Figure]]
@@ -29,6 +37,10 @@ Measurement = Callable[[Setting], Iterator[Figure]]
 MEASUREMENTS: dict[str, Measurement] = {
     "engine": engine_speed.measure,
     "served": served_speed.measure,
+    "busy": busy_box.measure,
+    "first_token": first_token.measure,
+    "start": start_up.measure,
+    "roofline": roofline.measure,
 }
 
 _EPILOG = """\
@@ -51,6 +63,7 @@ def main() -> int:
     """Runs what was asked for; returns the exit status: 1 if it could not run."""
     arguments = _parser().parse_args()
     try:
+        earlier = _earlier(arguments)
         peer = find_peer(arguments.llama_bench, arguments.llama_server, arguments.llama_quantize)
         models, lacks = _models(arguments, peer)
         for lack in [*peer.missing(), *lacks]:
@@ -64,17 +77,26 @@ def main() -> int:
             compile_cache=str(_cache_dir() / "xla"),
             say=_say,
         )
-        figures = [f for name in arguments.only for f in MEASUREMENTS[name](setting)]
-    except (PeerError, FetchError, ChildError) as error:
+        facts = _facts(setting)
+        figures = earlier
+        for name in arguments.only:
+            figures = joined(figures, list(MEASUREMENTS[name](setting)))
+            if arguments.json:  # kept at once: the next one may take long, or fail
+                write_json(arguments.json, figures, facts)
+    except (PeerError, FetchError, ChildError, ReportError) as error:
         _say(f"error: {error}")
         return 1
-    facts = _facts(setting)
     print(as_text(figures))
-    if arguments.json:
-        write_json(arguments.json, figures, facts)
     if arguments.page:
         write_page(arguments.page, figures, facts)
     return 0
+
+
+def _earlier(arguments: argparse.Namespace) -> list[Figure]:
+    """What is kept already; a page that could not be written is refused before anything runs."""
+    if arguments.page:
+        split_page(arguments.page)
+    return read_json(arguments.json) if arguments.json and arguments.json.is_file() else []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog=_EPILOG.format(
             measurements="\n  ".join(
-                f"{name:10} {sys.modules[run.__module__].__doc__.splitlines()[0]}"  # pyright: ignore[reportOptionalMemberAccess]
+                f"{name:12} {sys.modules[run.__module__].__doc__.splitlines()[0]}"  # pyright: ignore[reportOptionalMemberAccess]
                 for name, run in MEASUREMENTS.items()
             ),
             models=", ".join(ENTRIES),
@@ -103,7 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--llama-bench", type=Path, metavar="PROGRAM")
     add("--llama-server", type=Path, metavar="PROGRAM")
     add("--llama-quantize", type=Path, metavar="PROGRAM")
-    add("--json", type=Path, metavar="FILE", help="also write every figure there, unrounded")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also keep every figure there, unrounded, beside those of earlier runs",
+    )
     add("--page", type=Path, metavar="FILE", help="also put the table between its marks there")
     return parser
 

@@ -13,20 +13,23 @@ from typing import Any
 from engine.loading import Loaded, load_engine
 from engine.step import SequenceWork, StepBatch
 from engine.types import EngineConfig, Event
+from tests.bench import kernels
 from tests.bench.child import answer_all
 
 MAX_ROWS = 8
 CONTEXT_TOKENS = 2048
 MAX_CHUNK = 512
+_ATTENTION_STEPS = 16
 
 
 class OwnEngine:
     """A loaded model whose engine is never started: its runner is ours."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, threads: int) -> None:
+        self._loaded = loaded
+        self._threads = threads
         self._runner = loaded.runner
         self._page_tokens = loaded.plan.page_tokens
-        self._weight_bytes = loaded.weights.arena.nbytes
 
     def answer(self, question: Mapping[str, Any]) -> Any:
         """Runs what is asked for; rates are tokens per second."""
@@ -36,7 +39,15 @@ class OwnEngine:
             case {"do": "decode", "rows": rows, "steps": steps}:
                 return self.decode(rows, steps)
             case {"do": "weight_bytes"}:
-                return self._weight_bytes
+                return self._loaded.weights.arena.nbytes
+            case {"do": "attention_rate"}:
+                return self.attention_rate()
+            case {"do": "read_rate", "bytes": num_bytes}:
+                return kernels.read_rate(num_bytes, self._threads)
+            case {"do": "f32_product_rate", "rows": rows}:
+                return kernels.f32_product_rate(rows)
+            case {"do": "matrix_rates", "rows": rows}:
+                return kernels.matrix_rates(self._loaded, rows)
             case _:
                 raise ValueError(f"no such question: {question}")
 
@@ -57,6 +68,24 @@ class OwnEngine:
         self._timed(batches[:1])
         return rows * steps / self._timed(batches[1:])
 
+    def attention_rate(self) -> float:
+        """Bytes of keys and values per second: what 8 rows take more when they hold more."""
+        few, many = 8, CONTEXT_TOKENS // MAX_ROWS - _ATTENTION_STEPS
+        times = [
+            min(self._timed(self._decodes_at(start)) for _ in range(3)) for start in (few, many)
+        ]
+        plan = self._loaded.plan
+        page_bytes = plan.page_bytes + (plan.window.page_bytes if plan.window else 0)
+        token_bytes = page_bytes // self._page_tokens
+        more = MAX_ROWS * _ATTENTION_STEPS * (many - few) * token_bytes
+        return more / max(times[1] - times[0], 1e-9)
+
+    def _decodes_at(self, start: int) -> list[StepBatch]:
+        return [
+            StepBatch(tuple(self._work(row, at, [100]) for row in range(MAX_ROWS)), None)
+            for at in range(start, start + _ATTENTION_STEPS)
+        ]
+
     def _timed(self, batches: Sequence[StepBatch]) -> float:
         begun_s = time.perf_counter()
         for batch in batches:
@@ -70,17 +99,17 @@ class OwnEngine:
         return SequenceWork(tokens, start, pages, wants_logits=True, window_pages=pages)
 
 
-def main(model: str, threads: str, kernels: str, cache: str) -> None:
+def main(model: str, threads: str, kernel_kind: str, cache: str) -> None:
     """Answers until stdin ends."""
     config = EngineConfig(
         context_tokens=CONTEXT_TOKENS,
         num_slots=MAX_ROWS,
         chunk_tokens=MAX_CHUNK,
         threads=int(threads),
-        kernels=kernels,
+        kernels=kernel_kind,
         compile_cache=cache,
     )
-    answer_all(OwnEngine(load_engine(model, config, _ignore)).answer)
+    answer_all(OwnEngine(load_engine(model, config, _ignore), int(threads)).answer)
 
 
 def _ignore(events: Sequence[tuple[str, Event]]) -> None:

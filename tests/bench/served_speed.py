@@ -52,7 +52,7 @@ def _of_door(
 def _medians(setting: Setting, model: Model) -> dict[str, dict[str, float]]:
     with ExitStack() as stack:
         clients = stack.enter_context(Child("tests.bench.clients", []))
-        engine = stack.enter_context(setting.engines(model))[OWN]
+        engine = stack.enter_context(setting.engines(model, peer=False))[OWN]
         own = stack.enter_context(setting.own_server(model, context_tokens=_CONTEXT_TOKENS))
         sides: dict[str, Turn] = {
             OWN: lambda: _own_turn(clients, own),

@@ -32,14 +32,14 @@ class Setting:
     say: Callable[[str], None]
 
     @contextmanager
-    def engines(self, model: Model) -> Generator[dict[str, Child]]:
+    def engines(self, model: Model, *, peer: bool = True) -> Generator[dict[str, Child]]:
         """Both engines in processes of their own; the peer's only where it is installed."""
         with ExitStack() as stack:
             own = [str(model.path), str(self.threads), self.kernels, self.compile_cache]
             children = {OWN: stack.enter_context(Child("tests.bench.own_engine", own))}
-            if self.peer.has_binding:
-                peer = [str(model.path), str(self.threads)]
-                children[PEER] = stack.enter_context(Child("tests.bench.peer_engine", peer))
+            if peer and self.peer.has_binding:
+                other = [str(model.path), str(self.threads)]
+                children[PEER] = stack.enter_context(Child("tests.bench.peer_engine", other))
             yield children
 
     def own_server(self, model: Model, *, context_tokens: int) -> OwnServer:

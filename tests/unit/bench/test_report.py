@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.bench.figures import Figure, cells
-from tests.bench.report import BEGIN, END, as_text, write_json, write_page
+from tests.bench.report import (
+    BEGIN,
+    END,
+    ReportError,
+    as_text,
+    joined,
+    read_json,
+    write_json,
+    write_page,
+)
 from tests.bench.served_speed import common_rate, first_wait_ms
 
 FAST = Figure("engine", "decode", "tokens/s", ours=150.4, peer=100.0, bar=1.5)
@@ -52,7 +61,7 @@ def test_a_page_keeps_all_but_what_is_between_its_marks(tmp_path: Path) -> None:
 def test_a_page_without_marks_is_refused_and_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    with pytest.raises(ValueError, match="lacks the marks"):
+    with pytest.raises(ReportError, match="lacks the marks"):
         write_page(page, [FAST], [])
     assert page.read_text() == "nothing\n"
 
@@ -72,3 +81,18 @@ def test_the_common_rate_counts_only_while_all_streams_decode() -> None:
     # From 2 to 4 s both streams send two tokens more.
     assert common_rate([first, second]) == 2.0
     assert first_wait_ms([first, second]) == 1250.0
+
+
+def test_later_figures_stand_in_the_place_of_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    write_json(path, [FAST, LATE], [])
+    again = Figure("engine", "decode", "tokens/s", ours=99.0, peer=100.0, bar=1.5)
+    assert joined(read_json(path), [again, SLOW]) == [again, LATE, SLOW]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"figures": [{"name": "x"}]}', "{"])
+def test_a_file_that_holds_no_figures_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text(text)
+    with pytest.raises(ReportError, match=r"figures\.json does not hold"):
+        read_json(path)
