@@ -99,6 +99,8 @@ def load_engine(
         _keep_programs(config.compile_cache)
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
+        if spec.num_recurrent_layers:
+            raise UnsupportedModel(file.name, f"{spec.architecture} has layers without a pool yet")
         hints = read_sampling(file.metadata)
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
         vocab = read_vocab(file.metadata)
@@ -171,7 +173,7 @@ def _ignore(_: LoadProgress) -> None:
 def _kv_shape(spec: ModelSpec) -> KvShape:
     kv = spec.kv
     return KvShape(
-        num_layers=spec.num_layers - spec.num_window_layers,
+        num_layers=spec.num_full_layers,
         num_kv_heads=kv.num,
         key_dim=kv.key_dim,
         value_dim=kv.value_dim,

@@ -41,8 +41,9 @@ class Bucket:
 class StepLimits:
     """What indexes may name.
 
-    `num_pages` are usable pages of the kv pool and, in models that have it, of the swa pool;
-    `table_pages` is the width of a page table, `num_adapters` the places of the banks.
+    `num_pages` are usable pages of the kv pool and, in models that have it, of the swa pool, empty
+    in models without attention; `table_pages` is the width of a page table, `num_adapters` the
+    places of the banks, `num_states` the usable states of recurrent layers.
     """
 
     vocab_size: int
@@ -50,6 +51,7 @@ class StepLimits:
     num_pages: tuple[int, ...]
     table_pages: int
     num_adapters: int = 0
+    num_states: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,19 @@ class PackedStep:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Of tokens, positions, offsets, pages, tables, outputs, the logits flag and adapters."""
+        """Of tokens, positions, offsets, pages, tables, states, outputs, logits flag, adapters."""
         tokens, outputs = self.bucket.tokens, self.bucket.outputs
         kinds = len(self.limits.num_pages)
         tables = kinds * outputs * self.limits.table_pages
         adapters = outputs * self.limits.num_adapters if self.bucket.has_adapters else 0
-        return (tokens, tokens, tokens, kinds * tokens, tables, outputs, 1, adapters, adapters)
+        rows = (outputs, outputs, 1, adapters, adapters)
+        return (tokens, tokens, tokens, kinds * tokens, tables, *rows)
 
     def pack(self, batch: StepBatch) -> IntArray:
         """Returns the array of a step, padding included; `unpack` is its inverse.
 
         Raises:
-            ValueError: A token, a position, a page or an adapter is out of range.
+            ValueError: A token, a position, a page, a state or an adapter is out of range.
         """
         bucket, limits = self.bucket, self.limits
         tokens = np.zeros(bucket.tokens, np.int32)
@@ -85,6 +88,7 @@ class PackedStep:
         offsets = np.zeros(bucket.tokens, np.int32)
         pages = np.zeros((len(limits.num_pages), bucket.tokens), np.int32)
         tables = np.zeros((len(limits.num_pages), bucket.outputs, limits.table_pages), np.int32)
+        states = np.zeros(bucket.outputs, np.int32)
         outputs = np.arange(bucket.outputs, dtype=np.int32)
         if batch.chunk:
             outputs[-1] = bucket.rows + len(batch.chunk.tokens) - 1
@@ -94,11 +98,12 @@ class PackedStep:
             tokens[span] = _checked_tokens(limits, work)
             positions[span] = at
             offsets[span] = at % limits.page_tokens
+            states[first] = _checked_state(limits, work)
             for kind, table in enumerate(_checked_tables(limits, work)):
                 pages[kind, span] = table[at // limits.page_tokens]
                 tables[kind, first, : len(table)] = table
         wants = np.array([any(work.wants_logits for _, work in self._placed(batch))], np.int32)
-        parts = [tokens, positions, offsets, pages.ravel(), tables.ravel(), outputs, wants]
+        parts = [tokens, positions, offsets, pages.ravel(), tables.ravel(), states, outputs, wants]
         if bucket.has_adapters:
             parts += self._adapter_lists(batch)
         return np.concatenate(parts)
@@ -125,7 +130,7 @@ class PackedStep:
     def unpack(self, packed: jax.Array) -> StepInputs:
         """Takes the array apart, inside a program."""
         parts = jax.numpy.split(packed, np.cumsum(self._sizes)[:-1])
-        tokens, positions, offsets, pages, tables, outputs, wants, places, scales = parts
+        tokens, positions, offsets, pages, tables, states, outputs, wants, places, scales = parts
         bucket, kinds = self.bucket, len(self.limits.num_pages)
         adapters = None
         if bucket.has_adapters:
@@ -136,8 +141,9 @@ class PackedStep:
             tokens=tokens,
             positions=positions,
             offsets=offsets,
-            pages=pages.reshape(kinds, -1),
+            pages=pages.reshape(kinds, bucket.tokens),
             tables=tables.reshape(kinds, bucket.outputs, self.limits.table_pages),
+            states=states,
             outputs=outputs,
             wants_logits=wants[0],
             adapters=adapters,
@@ -165,3 +171,12 @@ def _checked_tables(limits: StepLimits, work: SequenceWork) -> list[IntArray]:
         if table.size and (table.min() < least or table.max() > limit):
             raise ValueError(f"page ids {table.min()}..{table.max()} of {limit}")
     return tables[: len(limits.num_pages)]
+
+
+def _checked_state(limits: StepLimits, work: SequenceWork) -> int:
+    """A sequence's state; in models without recurrent layers there is none."""
+    if not limits.num_states:
+        return 0
+    if not 1 <= work.state_id <= limits.num_states:
+        raise ValueError(f"state {work.state_id} of {limits.num_states}")
+    return work.state_id

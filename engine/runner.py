@@ -8,7 +8,6 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +22,14 @@ from jax import lax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
-from engine.errors import InvalidField
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.context import vector
 from engine.model.decoder import forward
+from engine.model.device_pools import Pools, PoolSizes, first_pools, new_pools
 from engine.model.moving import TokenMoves, can_move
 from engine.model.page_io import PageIo
-from engine.model.place import Place, num_units, place_layers
+from engine.model.place import Place, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
 from engine.packed_step import Bucket, PackedStep, StepLimits
@@ -49,16 +48,17 @@ from engine.types import PoolKind
 NUM_CANDIDATES = 64
 _LANES = 128  # width of the first stage of the candidate search
 _CHUNK_BUCKETS = (32, 128, 512, 2048)
-_KV_DTYPES = {"f16": jnp.float16, "f32": jnp.float32}
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+_Program = Callable[..., tuple[tuple[jax.Array, ...], Pools]]
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
     """Sizes of the device side.
 
-    `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool; the sink of
-    each, page 0, is extra.
+    `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool, `num_states`
+    usable states of the mamba pool; the sink of each, number 0, is extra.
     """
 
     max_rows: int
@@ -69,6 +69,18 @@ class RunnerConfig:
     kv_dtype: str
     num_window_pages: int = 0
     adapters: AdapterCapacity = field(default_factory=AdapterCapacity)
+    num_states: int = 0
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
+        """What the pools hold."""
+        return PoolSizes(
+            self.num_pages,
+            self.num_window_pages,
+            self.num_states,
+            self.page_tokens,
+            self.kv_dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -140,8 +152,10 @@ class JaxRunner:
             )
         spec = spec.at_context(config.context_tokens)
         self._spec = spec
-        self._pool = _first_pool(spec, config)
-        self._places = place_layers(spec, config.num_pages, config.num_window_pages)
+        self._pool, self._states = first_pools(spec, config.pool_sizes)
+        self._places = place_layers(
+            spec, config.num_pages, config.num_window_pages, config.num_states
+        )
         self._page_io = PageIo(
             self._pool, self._places, (config.num_pages, config.num_window_pages)
         )
@@ -150,7 +164,7 @@ class JaxRunner:
         self._moves = self._token_moves()
         self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
         self._limits = _step_limits(spec, config)
-        self._programs: dict[Bucket, Callable[..., tuple[tuple[jax.Array, ...], KvPool]]] = {}
+        self._programs: dict[Bucket, _Program] = {}
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         self._stop_counting = weakref.finalize(
@@ -217,13 +231,14 @@ class JaxRunner:
     def _prepare(self, bucket: Bucket) -> None:
         self._programs[bucket] = self._compile(bucket)
 
-    def _compile(self, bucket: Bucket) -> Callable[..., tuple[tuple[jax.Array, ...], KvPool]]:
+    def _compile(self, bucket: Bucket) -> _Program:
         shape = self._packed(bucket)
         step = partial(_step, self._spec, shape)
         packed = jax.ShapeDtypeStruct((shape.length,), jnp.int32)
         jitted = jax.jit(step, donate_argnums=3)
         banks = self._bank_arrays(bucket)
-        return jitted.lower(self._weights, banks, self._places, self._pool, packed).compile()
+        pools = self._pool, self._states
+        return jitted.lower(self._weights, banks, self._places, pools, packed).compile()
 
     def _bank_arrays(self, bucket: Bucket) -> BankArrays | None:
         return self._banks.arrays if self._banks and bucket.has_adapters else None
@@ -306,17 +321,17 @@ class JaxRunner:
         try:
             self._pool = change(given)
         except Exception as error:
-            self._check_pool(given, error)
+            self._check_pools(given, error)
             raise
 
-    def _check_pool(self, given: KvPool, error: Exception) -> None:
+    def _check_pools(self, given: KvPool | Pools, error: Exception) -> None:
         """Starts with empty pools again if a failed program took the given ones with it.
 
         Raises:
             PoolLost: it did.
         """
-        if given.keys.is_deleted() or given.values.is_deleted():
-            self._pool = _new_pool(self._spec, self._config)
+        if any(array.is_deleted() for array in jax.tree.leaves(given)):
+            self._pool, self._states = new_pools(self._spec, self._config.pool_sizes)
             raise PoolLost(f"a program took the pools with it: {error}") from error
 
     def _bucket_for(self, batch: StepBatch) -> Bucket:
@@ -335,9 +350,9 @@ class JaxRunner:
         )
 
     def _call(self, bucket: Bucket, packed: IntArray) -> _Outputs:
-        given = self._pool
+        given = self._pool, self._states
         try:
-            (ids, logits, log_sums, finite, full), pool = self._programs[bucket](
+            (ids, logits, log_sums, finite, full), pools = self._programs[bucket](
                 self._weights, self._bank_arrays(bucket), self._places, given, packed
             )
             # Some failures of a program show only here, when its results are waited for.
@@ -345,9 +360,9 @@ class JaxRunner:
                 np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
             )
         except Exception as error:
-            self._check_pool(given, error)
+            self._check_pools(given, error)
             raise
-        self._pool = pool
+        self._pool, self._states = pools
         return outputs
 
 
@@ -366,42 +381,15 @@ def _banks(spec: ModelSpec, capacity: AdapterCapacity, *, is_native: bool) -> Ad
 def _step_limits(spec: ModelSpec, config: RunnerConfig) -> StepLimits:
     blocks = -(-config.context_tokens // BLOCK_TOKENS)
     sizes = (config.num_pages, config.num_window_pages)
+    num_kinds = 1 + bool(spec.num_window_layers) if spec.has_attention else 0
     return StepLimits(
         vocab_size=spec.vocab_size,
         page_tokens=config.page_tokens,
-        num_pages=sizes if spec.num_window_layers else sizes[:1],
+        num_pages=sizes[:num_kinds],
         table_pages=blocks * (BLOCK_TOKENS // config.page_tokens),
         num_adapters=config.adapters.count,
+        num_states=config.num_states,
     )
-
-
-def _pool_shapes(spec: ModelSpec, config: RunnerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values."""
-    kv, units = spec.kv, num_units(spec, config.num_pages, config.num_window_pages)
-    lead = (units, config.page_tokens, kv.num)
-    return (*lead, kv.key_dim), (*lead, kv.value_dim)
-
-
-def _new_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
-    dtype = _KV_DTYPES[config.kv_dtype]
-    keys, values = (jnp.zeros(shape, dtype) for shape in _pool_shapes(spec, config))
-    return KvPool(keys, values)
-
-
-def _first_pool(spec: ModelSpec, config: RunnerConfig) -> KvPool:
-    """A new pool; that there is no memory for it is the fault of whoever asked for its size."""
-    try:
-        return _new_pool(spec, config)
-    except RuntimeError as error:  # what jax's own is, which it leaves untyped
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        shapes = _pool_shapes(spec, config)
-        elements = sum(math.prod(shape) for shape in shapes)
-        needed = elements * jnp.dtype(_KV_DTYPES[config.kv_dtype]).itemsize
-        raise InvalidField(
-            "context_tokens",
-            f"keys and values of {shapes[0][0]} pages need {needed} bytes, memory is out",
-        ) from error
 
 
 def _step(
@@ -410,15 +398,15 @@ def _step(
     weights: Weights,
     banks: BankArrays | None,
     places: Place,
-    pool: KvPool,
+    pools: Pools,
     packed: jax.Array,
-) -> tuple[tuple[jax.Array, ...], KvPool]:
+) -> tuple[tuple[jax.Array, ...], Pools]:
     step = shape.unpack(packed)
-    logits, pool = forward(spec, weights, places, pool, step, shape.bucket.rows, banks)
+    logits, pool, states = forward(spec, weights, places, *pools, step, shape.bucket.rows, banks)
     ids, best = _candidates(logits)
     log_sums = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(logits).all(-1)
-    return (ids, best, log_sums, finite, logits), pool
+    return (ids, best, log_sums, finite, logits), (pool, states)
 
 
 def _candidates(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

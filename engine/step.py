@@ -31,8 +31,10 @@ class SequenceWork:
     `tokens` go to positions `start .. start + len(tokens) - 1`; `pages` are the ids of the KV
     pages that cover positions 0 .. end, in order, and hold everything before `start`.
     `window_pages` are the same of the swa pool, with 0 for pages that lie behind the window; empty
-    for models without sliding-window layers. `wants_logits` asks for the logits after the last
-    token. `adapters` are (place in the banks, scale), added in this order; no place is twice.
+    for models without sliding-window layers. `state_id` is the state of its recurrent layers, 0 for
+    models without: it holds everything before `start`, or anything if `start` is 0, and after the
+    step everything before its end. `wants_logits` asks for the logits after the last token.
+    `adapters` are (place in the banks, scale), added in this order; no place is twice.
     """
 
     tokens: Sequence[int]
@@ -41,6 +43,7 @@ class SequenceWork:
     wants_logits: bool
     window_pages: Sequence[int] = ()
     adapters: Sequence[tuple[int, float]] = ()
+    state_id: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ def open_runner(
     num_pages: int = 80,
     page_tokens: int = 16,
     kv_dtype: str = "f32",
+    num_states: int = 8,
     is_native: bool = False,
     adapters: AdapterCapacity = NO_ADAPTERS,
 ) -> JaxRunner:
     """Loads a file into a runner that is not warm: compiling takes about 2 s per program.
 
-    A model with windows has as many window pages as others.
+    A model with windows has as many window pages as others, one without recurrent layers no states.
     """
     with GgufFile.open(path) as file:
         spec = read_spec(file)
@@ -47,6 +48,7 @@ def open_runner(
             kv_dtype,
             num_window_pages,
             adapters,
+            num_states if spec.num_recurrent_layers else 0,
         )
         return JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
 
@@ -55,12 +57,14 @@ def open_runner(
 class Lane:
     """A sequence on pages of its own, which cover as many tokens as it will hold.
 
-    Its window pages have the same ids in their own pool and are never freed.
+    Its window pages have the same ids in their own pool and are never freed. Models with recurrent
+    layers use its state.
     """
 
     pages: Sequence[int]
     held: list[int] = field(default_factory=list[int])
     adapters: Sequence[tuple[int, float]] = ()
+    state_id: int = 1
 
     def window_pages(self, start: int, end: int) -> Sequence[int]:
         """The table of the swa pool for a step over tokens `start` to `end`."""
@@ -71,7 +75,9 @@ class Lane:
         start, new = len(self.held), tuple(tokens)
         self.held += new
         table = self.window_pages(start, len(self.held))
-        return SequenceWork(new, start, self.pages, wants_logits, table, self.adapters)
+        return SequenceWork(
+            new, start, self.pages, wants_logits, table, self.adapters, self.state_id
+        )
 
 
 def decode(runner: JaxRunner, *works: SequenceWork) -> list[RowLogits]:

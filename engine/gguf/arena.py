@@ -149,28 +149,26 @@ def build_arena(
     return arena
 
 
-def read_vectors(file: GgufFile, names: Iterable[str]) -> dict[str, FloatArray]:
-    """Reads 1-D tensors (norms, biases, rope factors) as float32.
+def read_arrays(file: GgufFile, names: Iterable[str]) -> dict[str, FloatArray]:
+    """Reads small tensors (norms, biases, rope factors, filters) as float32, of any shape.
 
     Raises:
         ModelFileError: A tensor is missing, or holds a value that is not finite.
-        UnsupportedModel: A tensor has more dimensions, or a type that is not a float's.
+        UnsupportedModel: A tensor has a type that is not a float's.
     """
-    vectors: dict[str, FloatArray] = {}
+    arrays: dict[str, FloatArray] = {}
     for name in names:
         info = _find(file, name)
-        if len(info.shape) != 1:
-            raise _unsupported(file, info, f"has shape {info.shape}, expected one dimension")
         try:
-            vectors[name] = dequantise(info.ggml_type, file.raw(name), info.shape)
+            arrays[name] = dequantise(info.ggml_type, file.raw(name), info.shape)
         except NotSupported as error:
             raise _unsupported(file, info, f"has type {info.ggml_type.name}") from error
-        if not np.isfinite(vectors[name]).all():
+        if not np.isfinite(arrays[name]).all():
             raise ModelFileError(
                 path=file.name, detail=f"tensor {name!r} has a value that is not finite"
             )
         file.release(name)
-    return vectors
+    return arrays
 
 
 def _find(file: GgufFile, name: str) -> TensorInfo:

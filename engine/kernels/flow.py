@@ -13,6 +13,7 @@ from jax import lax
 
 T = TypeVar("T")
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 def fori_loop(
@@ -45,3 +46,8 @@ def scan(body: Callable[[T, X], T], start: T, slices: X) -> T:
 
     carry, _ = lax.scan(step, start, slices)
     return carry
+
+
+def scan_out(body: Callable[[T, X], tuple[T, Y]], start: T, slices: X) -> tuple[T, Y]:
+    """Likewise for a body that returns an output too; outputs are stacked."""
+    return lax.scan(body, start, slices)

@@ -62,7 +62,7 @@ class AdapterBanks:
             InvalidField: There is no memory for them.
         """
         self._capacity = capacity
-        self._firsts = [first for _, first, _ in spec.runs()]
+        self._runs = [layers for _, layers in spec.runs()]
         self._is_native = is_native
         self._banks: dict[_Key, Bank] = {}
         self._tables: dict[_Key, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
@@ -71,11 +71,12 @@ class AdapterBanks:
         try:
             for name in global_matrices(spec):
                 self._add((_GLOBAL, name), 1, shapes[f"{name}.weight"])
-            for run, (_, first, count) in enumerate(spec.runs()):
+            for run, layers in enumerate(self._runs):
+                prefix = f"blk.{layers[0]}."
                 for full, shape in shapes.items():
-                    if full.startswith(f"blk.{first}."):
-                        name = full.removeprefix(f"blk.{first}.").removesuffix(".weight")
-                        self._add((run, name), count, shape)
+                    if full.startswith(prefix):
+                        name = full.removeprefix(prefix).removesuffix(".weight")
+                        self._add((run, name), len(layers), shape)
         except RuntimeError as error:  # what jax's own is, which it leaves untyped
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -89,7 +90,7 @@ class AdapterBanks:
     @property
     def arrays(self) -> BankArrays:
         """What programs receive now."""
-        runs: tuple[dict[str, Bank], ...] = tuple({} for _ in self._firsts)
+        runs: tuple[dict[str, Bank], ...] = tuple({} for _ in self._runs)
         outside: dict[str, Bank] = {}
         for (run, name), bank in self._banks.items():
             (outside if run == _GLOBAL else runs[run])[name] = bank
@@ -145,8 +146,9 @@ class AdapterBanks:
         if not base.startswith("blk."):
             return (_GLOBAL, base), 0
         _, number, own = base.split(".", 2)
-        run = max(i for i, first in enumerate(self._firsts) if first <= int(number))
-        return (run, own), int(number) - self._firsts[run]
+        layer = int(number)
+        run = next(i for i, layers in enumerate(self._runs) if layer in layers)
+        return (run, own), self._runs[run].index(layer)
 
     def _part(self, array: jax.Array) -> jax.ShapeDtypeStruct:
         """One place of a bank's array, all layers."""

@@ -27,6 +27,14 @@ from engine.model.readers import (
     windowed,
     with_long_factors,
 )
+from engine.model.recurrent_architectures import (
+    falcon_h1,
+    granitehybrid,
+    lfm2,
+    mamba2,
+    qwen3next,
+    qwen35,
+)
 from engine.model.spec import (
     Activation,
     AttentionSpec,
@@ -224,14 +232,20 @@ def _gemma(keys: ArchitectureKeys, mixer: AttentionSpec, *, logit_soft_cap: floa
 
 _BUILDERS: dict[str, Callable[[ArchitectureKeys], ModelSpec]] = {
     "deepseek2": deepseek2,
+    "falcon-h1": falcon_h1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "granitehybrid": granitehybrid,
+    "lfm2": lfm2,
     "llama": _llama,
+    "mamba2": mamba2,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen35": qwen35,
+    "qwen3next": qwen3next,
     "qwen3moe": _qwen3moe,
 }

@@ -24,9 +24,9 @@ class StepInputs:
 
     The K kinds of pool are full (0) and, in models that have it, window (1). `tokens`, `positions`
     and `offsets` are [N], `pages` is [K, N] (padding: token 0, position -1, page 0). `tables` is
-    [K, R, W] for D decode rows and, last, the chunk. `outputs` [R] indexes the tokens whose logits
-    are wanted, in the order of rows; `wants_logits` is a scalar, 0 if none are. `adapters` is None
-    in programs without them.
+    [K, R, W] for D decode rows and, last, the chunk, `states` [R] the state of each row (padding:
+    0). `outputs` [R] indexes the tokens whose logits are wanted, in the order of rows;
+    `wants_logits` is a scalar, 0 if none are. `adapters` is None in programs without them.
     """
 
     tokens: jax.Array
@@ -34,6 +34,7 @@ class StepInputs:
     offsets: jax.Array
     pages: jax.Array
     tables: jax.Array
+    states: jax.Array
     outputs: jax.Array
     wants_logits: jax.Array
     adapters: AdapterLists | None = None
@@ -54,15 +55,16 @@ class Context:
     banks: Mapping[str, Bank] = field(default_factory=dict[str, Bank])
     layer: jax.Array | int = 0
 
-    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Root-mean-square norm over the last axis.
+    def norm(self, x: jax.Array, weight: jax.Array, epsilon: float | None = None) -> jax.Array:
+        """Root-mean-square norm over the last axis, with the model's epsilon unless given.
 
         Source: Zhang and Sennrich 2019.
         """
+        epsilon = self.spec.norm_eps if epsilon is None else epsilon
         if self.weights.is_native:
-            return native.norm(x, weight, self.spec.norm_eps)
+            return native.norm(x, weight, epsilon)
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-        return x * lax.rsqrt(mean_square + self.spec.norm_eps) * weight
+        return x * lax.rsqrt(mean_square + epsilon) * weight
 
     def linear(
         self, own: LayerArrays, name: str, x: jax.Array, biases: frozenset[str] = frozenset()

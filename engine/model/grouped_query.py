@@ -22,14 +22,16 @@ def grouped_query_attention(
     pool: KvPool,
 ) -> tuple[jax.Array, KvPool]:
     """Mixes f32 [N, width]; the pool that is returned holds this step's keys and values."""
-    pairing = context.spec.ropes[0].pairing
-    cos, sin = context.turns[0][place.rope_id], context.turns[1][place.rope_id]
-    queries, keys, values = _projections(context, mixer, own, x)
+    queries, keys, values, gate = _projections(context, mixer, own, x)
+    if mixer.has_rope:
+        pairing = context.spec.ropes[0].pairing
+        cos, sin = context.turns[0][place.rope_id], context.turns[1][place.rope_id]
+        queries, keys = rotate(pairing, queries, cos, sin), rotate(pairing, keys, cos, sin)
     mixed, pool = attend_step(
         mixer,
         pool,
-        rotate(pairing, queries, cos, sin),
-        rotate(pairing, keys, cos, sin),
+        queries,
+        keys,
         values,
         rows_of(context, place),
         place.window,
@@ -37,6 +39,8 @@ def grouped_query_attention(
         num_decodes=context.num_decodes,
         is_native=context.weights.is_native,
     )
+    if gate is not None:
+        mixed = mixed * jax.nn.sigmoid(gate)
     return context.linear(own, "attn_output", mixed, mixer.biases), pool
 
 
@@ -53,9 +57,9 @@ def rows_of(context: Context, place: Place) -> Rows:
 
 def _projections(
     context: Context, mixer: AttentionSpec, own: LayerArrays, x: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values before rope, f32 [N, heads, head_dim] each."""
-    dim = mixer.head_dim
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Queries, keys and values before rope, f32 [N, heads, head_dim], and a gate of the result."""
+    dim, gate = mixer.head_dim, None
     if mixer.is_fused:
         fused = context.linear(own, "attn_qkv", x, mixer.biases)
         first = mixer.num_heads * dim
@@ -64,6 +68,9 @@ def _projections(
     else:
         names = ("attn_q", "attn_k", "attn_v")
         queries, keys, values = context.linears(own, names, x, mixer.biases)
+    if mixer.has_gate:
+        by_head = queries.reshape(-1, mixer.num_heads, 2, dim)
+        queries, gate = by_head[:, :, 0], by_head[:, :, 1].reshape(len(x), -1)
     if mixer.qk_norm is QkNorm.FULL:
         queries = context.norm(queries, vector(own, "attn_q_norm.weight"))
         keys = context.norm(keys, vector(own, "attn_k_norm.weight"))
@@ -72,4 +79,4 @@ def _projections(
     if mixer.qk_norm is QkNorm.HEAD:
         queries = context.norm(queries, vector(own, "attn_q_norm.weight"))
         keys = context.norm(keys, vector(own, "attn_k_norm.weight"))
-    return queries, keys, values
+    return queries, keys, values, gate

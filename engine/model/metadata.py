@@ -56,6 +56,25 @@ class ArchitectureKeys:
             raise ModelFileError(self.file.name, f"{key} is {value}, expected at least {least}")
         return value
 
+    def layer_uint(self, suffix: str, layer: int, default: int | None = None) -> int:
+        """An integer from 1 that may be given per layer: the one of a layer, and of all not 0.
+
+        Raises:
+            ModelFileError: As `uint`, or there is none of this layer.
+            UnsupportedModel: Layers differ.
+        """
+        key, metadata = self._key(suffix), self.file.metadata
+        value = metadata.get(key)
+        if not isinstance(value, np.ndarray):
+            return self.uint(suffix, default)
+        if value.dtype.kind not in "iu" or len(value) <= layer or value[layer] < 1:
+            raise metadata.error(key, f"has no positive integer for layer {layer}")
+        if others := set(value.tolist()) - {0, int(value[layer])}:
+            raise self.error(
+                suffix, sorted(others)[0], f"{value[layer]} in all layers that have any"
+            )
+        return int(value[layer])
+
     def real(self, suffix: str, default: float | None = None) -> float:
         """A number. Raises ModelFileError like `uint`."""
         return self.file.metadata.get_float(self._key(suffix), default)
@@ -111,9 +130,9 @@ class ArchitectureKeys:
         """Whether the file holds a tensor of this full name."""
         return name in self.file.tensors
 
-    def biases(self, *names: str) -> frozenset[str]:
-        """Which of these matrices have a bias, judged by the first layer."""
-        return frozenset(n for n in names if self.has_tensor(f"blk.0.{n}.bias"))
+    def biases(self, *names: str, layer: int = 0) -> frozenset[str]:
+        """Which of these matrices have a bias, judged by the first layer that has them."""
+        return frozenset(n for n in names if self.has_tensor(f"blk.{layer}.{n}.bias"))
 
     def vocab_size(self) -> int:
         """Rows of the embedding, which is what token ids index.

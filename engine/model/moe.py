@@ -39,8 +39,21 @@ def moe_ffn(context: Context, ffn: MoeFfnSpec, own: LayerArrays, x: jax.Array) -
     for k in range(1, ffn.router.num_used):
         total = total + out[:, k]
     if ffn.shared:
-        total = total + dense_ffn(context, ffn.shared, own, x, "_shexp")
+        shared = dense_ffn(context, ffn.shared, own, x, "_shexp")
+        if ffn.has_shared_gate:
+            gate = _row_sums(x * vector(own, "ffn_gate_inp_shexp.weight"))
+            shared = shared * jax.nn.sigmoid(gate)
+        total = total + shared
     return total
+
+
+def _row_sums(x: jax.Array) -> jax.Array:
+    """Sums of rows, f32 [N, 1], by halves: XLA's own order depends on the number of rows."""
+    while (width := x.shape[-1]) > 1:
+        x = jnp.pad(x, ((0, 0), (0, width % 2)))
+        first, second = jnp.split(x, 2, axis=-1)
+        x = first + second
+    return x
 
 
 def _products(

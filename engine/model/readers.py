@@ -41,8 +41,10 @@ def read_num_layers(keys: ArchitectureKeys) -> int:
     return keys.uint("block_count", most=_MAX_LAYERS)
 
 
-def read_model(keys: ArchitectureKeys, blocks: Sequence[BlockSpec], rope: RopeSpec) -> ModelSpec:
-    """A model whose layers all see everything and turn with one rope."""
+def read_model(
+    keys: ArchitectureKeys, blocks: Sequence[BlockSpec], rope: RopeSpec | None
+) -> ModelSpec:
+    """A model whose layers all see everything and turn with one rope, if any."""
     return ModelSpec(
         architecture=keys.architecture,
         vocab_size=keys.vocab_size(),
@@ -50,7 +52,7 @@ def read_model(keys: ArchitectureKeys, blocks: Sequence[BlockSpec], rope: RopeSp
         context_train=keys.uint("context_length"),
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
         layers=tuple(LayerSpec(block) for block in blocks),
-        ropes=(rope,),
+        ropes=(rope,) if rope else (),
         tied_head=not keys.has_tensor("output.weight"),
         has_head_bias=keys.has_tensor("output.bias"),
     )
@@ -63,23 +65,25 @@ def read_uniform_model(keys: ArchitectureKeys, block: BlockSpec, pairing: RopePa
     return read_model(keys, (block,) * read_num_layers(keys), rope)
 
 
-def read_attention(keys: ArchitectureKeys, qk_norm: QkNorm = QkNorm.NONE) -> AttentionSpec:
-    """Grouped-query attention; biases and a fused matrix where the first layer has them."""
+def read_attention(
+    keys: ArchitectureKeys, qk_norm: QkNorm = QkNorm.NONE, *, layer: int = 0
+) -> AttentionSpec:
+    """Grouped-query attention; biases and a fused matrix where `layer`, the first, has them."""
     width, num_heads = keys.uint("embedding_length"), keys.uint("attention.head_count")
-    num_kv_heads = keys.uint("attention.head_count_kv", num_heads)
+    num_kv_heads = keys.layer_uint("attention.head_count_kv", layer, num_heads)
     head_dim = keys.uint("attention.key_length", width // num_heads)
     keys.require("attention.value_length", head_dim)
     keys.require("attention.clamp_kqv", 0.0)
     if num_heads % num_kv_heads:
         raise keys.error("attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads}")
-    is_fused = keys.has_tensor("blk.0.attn_qkv.weight")
+    is_fused = keys.has_tensor(f"blk.{layer}.attn_qkv.weight")
     inputs = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        biases=keys.biases(*inputs, "attn_output"),
+        biases=keys.biases(*inputs, "attn_output", layer=layer),
         qk_norm=qk_norm,
         is_fused=is_fused,
     )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import groupby
+
+from engine.model.cycles import Cycle, find_cycles
+from engine.model.recurrent_spec import RecurrentSpec, StateShape
 
 
 class RopePairing(Enum):
@@ -71,7 +73,8 @@ class AttentionSpec:
     `scale` multiplies the scores, then `soft_cap` c > 0 bounds them as `c * tanh(score / c)`.
     Biases are named by matrix, because files have any subset of them. `is_fused`: one matrix
     `attn_qkv` holds the rows of queries, keys and values. `has_sinks`: each head has one more
-    score, `attn_sinks`, which takes its share of the weights and has no value.
+    score, `attn_sinks`, which takes its share of the weights and has no value. `has_gate`: `attn_q`
+    holds each head's query, then a gate whose sigmoid multiplies the head's result.
     """
 
     num_heads: int
@@ -83,6 +86,8 @@ class AttentionSpec:
     soft_cap: float = 0.0
     is_fused: bool = False
     has_sinks: bool = False
+    has_gate: bool = False
+    has_rope: bool = True
 
     @property
     def kv(self) -> KvHeads:
@@ -209,7 +214,8 @@ class MoeFfnSpec:
     """The weighted sum of a few experts, which are dense feed-forwards, and of a shared one.
 
     `hidden` is an expert's, `biases` names stacks of matrices; `is_fused`: `ffn_gate_up_exps` holds
-    the rows of each gate, then those of up. `shared` runs for every token, unweighted.
+    the rows of each gate, then those of up. `shared` runs for every token, unweighted or, with `has_shared_gate`, times the
+    sigmoid of its input's product with the vector `ffn_gate_inp_shexp`.
     """
 
     router: RouterSpec
@@ -218,6 +224,7 @@ class MoeFfnSpec:
     biases: frozenset[str] = frozenset()
     is_fused: bool = False
     shared: DenseFfnSpec | None = None
+    has_shared_gate: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -232,14 +239,18 @@ Ffn = DenseFfnSpec | MoeFfnSpec
 class BlockSpec:
     """`x += post(mixer(pre(x)))`, then the same with the feed-forward; the norms are RMS norms.
 
-    `ffn_norm` is what the file calls the one before the feed-forward.
+    The mixer is attention, a recurrence or, side by side and added, both. `residual_scale`
+    multiplies what is added to x; `ffn_norm` is what the file calls the norm before the
+    feed-forward.
     """
 
-    mixer: Mixer
-    ffn: Ffn
+    mixer: Mixer | None
+    ffn: Ffn | None
     has_pre_norms: bool = True
     has_post_norms: bool = False
     ffn_norm: str = "ffn_norm.weight"
+    recurrent: RecurrentSpec | None = None
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -259,7 +270,9 @@ class ModelSpec:
     """A whole decoder-only model.
 
     `ropes` agree in pairing and dims. `tied_head`: the output projection is the embedding.
-    `logit_soft_cap` c > 0 bounds logits as `c * tanh(logit / c)`.
+    `logit_scale` multiplies logits, then `logit_soft_cap` c > 0 bounds them as
+    `c * tanh(logit / c)`. `num_unused_layers` blocks follow the others in the file and predict
+    tokens further ahead: they are not run.
     """
 
     architecture: str
@@ -273,6 +286,9 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_soft_cap: float = 0.0
     has_head_bias: bool = False
+    logit_scale: float = 1.0
+    output_norm: str = "output_norm.weight"
+    num_unused_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -280,9 +296,9 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def kv(self) -> KvHeads:
-        """What a token keeps per layer, the same in all of them."""
-        return self.layers[0].block.mixer.kv
+    def num_full_layers(self) -> int:
+        """Number of layers that attend to everything; their keys and values live in the kv pool."""
+        return sum(layer.block.mixer is not None and layer.window is None for layer in self.layers)
 
     @property
     def num_window_layers(self) -> int:
@@ -290,19 +306,40 @@ class ModelSpec:
         return sum(layer.window is not None for layer in self.layers)
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Number of layers with a recurrence, whose state lives in the mamba pool."""
+        return sum(layer.block.recurrent is not None for layer in self.layers)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer keeps keys and values."""
+        return any(layer.block.mixer is not None for layer in self.layers)
+
+    @property
+    def kv(self) -> KvHeads:
+        """What a token keeps per attention layer, the same in all of them; nothing without any."""
+        mixers = (layer.block.mixer for layer in self.layers)
+        return next((mixer.kv for mixer in mixers if mixer is not None), KvHeads(0, 0, 0))
+
+    @property
+    def state(self) -> StateShape | None:
+        """What a recurrent layer keeps of a sequence, the same in all; None where there is none."""
+        recurrent = (layer.block.recurrent for layer in self.layers)
+        return next((spec.state for spec in recurrent if spec is not None), None)
+
+    @property
     def window(self) -> int | None:
         """The widest window of the model; None if every layer sees everything."""
         return max((layer.window for layer in self.layers if layer.window), default=None)
 
-    def runs(self) -> tuple[tuple[BlockSpec, int, int], ...]:
-        """Runs of equal blocks as (block, first layer, number): each is one scan of the program."""
-        found: list[tuple[BlockSpec, int, int]] = []
-        first = 0
-        for block, group in groupby(layer.block for layer in self.layers):
-            count = sum(1 for _ in group)
-            found.append((block, first, count))
-            first += count
-        return tuple(found)
+    def cycles(self) -> tuple[Cycle, ...]:
+        """How the program walks the layers; layers of equal blocks are one run."""
+        return find_cycles([layer.block for layer in self.layers])
+
+    def runs(self) -> tuple[tuple[BlockSpec, tuple[int, ...]], ...]:
+        """Every run of all cycles, as its block and its layers."""
+        runs = (run for cycle in self.cycles() for run in cycle.runs)
+        return tuple((self.layers[run[0]].block, run) for run in runs)
 
     def at_context(self, context_tokens: int) -> ModelSpec:
         """The model as it runs with this context: long rope factors past the short context."""

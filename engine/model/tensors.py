@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from engine.errors import UnsupportedModel
 from engine.gguf.reader import GgufFile
+from engine.model.recurrent_tensors import recurrent_arrays, recurrent_matrices
 from engine.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -26,7 +27,12 @@ Shape = tuple[int, ...]
 
 def block_matrices(block: BlockSpec, width: int) -> dict[str, Shape]:
     """The matrices of a block and its stacks of matrices."""
-    return _mixer_matrices(block.mixer, width) | _ffn_matrices(block.ffn, width)
+    found: dict[str, Shape] = {}
+    if block.mixer is not None:
+        found |= _mixer_matrices(block.mixer, width)
+    if block.recurrent is not None:
+        found |= recurrent_matrices(block.recurrent, width)
+    return found | (_ffn_matrices(block.ffn, width) if block.ffn is not None else {})
 
 
 def block_tables(block: BlockSpec, width: int) -> dict[str, Shape]:
@@ -38,13 +44,23 @@ def block_tables(block: BlockSpec, width: int) -> dict[str, Shape]:
 
 
 def block_vectors(block: BlockSpec, width: int) -> dict[str, int]:
-    """The vectors of a block: file name to length."""
-    found = _mixer_vectors(block.mixer, width) | _ffn_vectors(block.ffn, width)
-    if block.has_pre_norms:
-        found |= {"attn_norm.weight": width, block.ffn_norm: width}
-    if block.has_post_norms:
-        found |= {"post_attention_norm.weight": width, "post_ffw_norm.weight": width}
-    return found
+    """The vectors of a block's attention, feed-forward and norms: file name to length."""
+    found = _mixer_vectors(block.mixer, width) if block.mixer is not None else {}
+    norms = ["attn_norm.weight"] if block.has_pre_norms else []
+    norms += ["post_attention_norm.weight"] if block.has_post_norms else []
+    if block.ffn is not None:
+        found |= _ffn_vectors(block.ffn, width)
+        norms += [block.ffn_norm] if block.has_pre_norms else []
+        norms += ["post_ffw_norm.weight"] if block.has_post_norms else []
+    return found | dict.fromkeys(norms, width)
+
+
+def block_arrays(block: BlockSpec, width: int) -> dict[str, Shape]:
+    """Everything of a block that no product takes, its vectors too: file name to shape."""
+    found: dict[str, Shape] = {
+        name: (length,) for name, length in block_vectors(block, width).items()
+    }
+    return found | (recurrent_arrays(block.recurrent) if block.recurrent is not None else {})
 
 
 def _mixer_matrices(mixer: Mixer, width: int) -> dict[str, Shape]:
@@ -60,7 +76,8 @@ def _attention_matrices(mixer: AttentionSpec, width: int) -> dict[str, Shape]:
     output = {"attn_output": (width, queries)}
     if mixer.is_fused:
         return {"attn_qkv": (queries + 2 * keys, width)} | output
-    return {"attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width)} | output
+    rows = 2 * queries if mixer.has_gate else queries
+    return {"attn_q": (rows, width), "attn_k": (keys, width), "attn_v": (keys, width)} | output
 
 
 def _latent_matrices(mixer: LatentAttentionSpec, width: int) -> dict[str, Shape]:
@@ -141,6 +158,8 @@ def _ffn_vectors(ffn: Ffn, width: int) -> dict[str, int]:
                 found["ffn_gate_inp.bias"] = router.num_experts
             if router.has_selection_bias:
                 found["exp_probs_b.bias"] = router.num_experts
+            if ffn.has_shared_gate:
+                found["ffn_gate_inp_shexp.weight"] = width
             return found
 
 
@@ -152,7 +171,7 @@ def global_matrices(spec: ModelSpec) -> dict[str, Shape]:
 
 def global_vectors(spec: ModelSpec) -> dict[str, int]:
     """The vectors outside the layers: file name to length."""
-    found = {"output_norm.weight": spec.width}
+    found = {spec.output_norm: spec.width}
     if spec.has_head_bias:
         found["output.bias"] = spec.vocab_size
     for rope in spec.ropes:
@@ -173,9 +192,17 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
             shapes[f"blk.{i}.{name}.weight"] = shape
         for name, shape in block_tables(layer.block, spec.width).items():
             shapes[f"blk.{i}.{name}"] = shape
-        for name, length in block_vectors(layer.block, spec.width).items():
-            shapes[f"blk.{i}.{name}"] = (length,)
+        for name, shape in block_arrays(layer.block, spec.width).items():
+            shapes[f"blk.{i}.{name}"] = shape
     return shapes
+
+
+def array_names(spec: ModelSpec) -> set[str]:
+    """The full names of all that no product takes."""
+    names = set(global_vectors(spec))
+    for i, layer in enumerate(spec.layers):
+        names |= {f"blk.{i}.{name}" for name in block_arrays(layer.block, spec.width)}
+    return names
 
 
 def check_tensors(spec: ModelSpec, file: GgufFile) -> None:
@@ -193,7 +220,9 @@ def check_tensors(spec: ModelSpec, file: GgufFile) -> None:
             raise UnsupportedModel(
                 file.name, f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}"
             )
-    if unknown := sorted(set(file.tensors) - set(expected)):
+    unused = tuple(f"blk.{spec.num_layers + i}." for i in range(spec.num_unused_layers))
+    unknown = sorted(set(file.tensors) - set(expected))
+    if unknown := [name for name in unknown if not name.startswith(unused)]:
         raise UnsupportedModel(
             file.name,
             f"tensor {unknown[0]} is not part of a {spec.architecture} model as this build "

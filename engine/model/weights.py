@@ -6,21 +6,22 @@ Everything is a pytree, so that a program receives weights as arguments and hold
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.gguf.arena import Arena, Progress, build_arena, read_vectors
+from engine.gguf.arena import Arena, Progress, build_arena, read_arrays
 from engine.gguf.reader import GgufFile
 from engine.kernels.qmatmul import MatrixStack
 from engine.model.spec import BlockSpec, ModelSpec
 from engine.model.tensors import (
+    array_names,
+    block_arrays,
     block_matrices,
     block_tables,
-    block_vectors,
     check_tensors,
     expected_shapes,
     global_matrices,
@@ -40,7 +41,7 @@ class Weights:
     """All weights of a model. `is_native`: laid out for the native kernels.
 
     `runs` has one entry per run of equal blocks (`ModelSpec.runs`): name to a stack of L matrices
-    or f32 [L, n] vectors. `globals` holds the embedding, the head and vectors that belong to no
+    or f32 [L, ...] arrays. `globals` holds the embedding, the head and vectors that belong to no
     layer. Names are those of `engine.model.tensors`.
     """
 
@@ -64,41 +65,37 @@ def load_weights(
         ModelFileError: A tensor's data is damaged.
     """
     check_tensors(spec, file)
-    shapes = expected_shapes(spec)
-    arena = build_arena(
-        file, [n for n, s in shapes.items() if len(s) > 1], progress, tiled=is_native
-    )
-    vectors = read_vectors(file, [n for n, s in shapes.items() if len(s) == 1])
+    small = array_names(spec)
+    matrices = [name for name in expected_shapes(spec) if name not in small]
+    arena = build_arena(file, matrices, progress, tiled=is_native)
+    arrays = read_arrays(file, small)
     runs = tuple(
-        _run_arrays(spec, block, first, count, arena, vectors, is_native)
-        for block, first, count in spec.runs()
+        _run_arrays(spec, block, layers, arena, arrays, is_native) for block, layers in spec.runs()
     )
     outside: dict[str, MatrixStack | jax.Array] = {
         name: MatrixStack.of([arena.matrices[f"{name}.weight"]], is_native=is_native).single()
         for name in global_matrices(spec)
     }
-    outside |= {name: jnp.asarray(vectors[name]) for name in global_vectors(spec)}
+    outside |= {name: jnp.asarray(arrays[name]) for name in global_vectors(spec)}
     return Weights(jax.device_put(arena.data, may_alias=True), runs, outside, is_native)
 
 
 def _run_arrays(
     spec: ModelSpec,
     block: BlockSpec,
-    first: int,
-    count: int,
+    layers: Sequence[int],
     arena: Arena,
-    vectors: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     is_native: bool,
 ) -> LayerArrays:
-    layers = range(first, first + count)
     in_file = {name: f"{name}.weight" for name in block_matrices(block, spec.width)}
     in_file |= {name: name for name in block_tables(block, spec.width)}
-    arrays: dict[str, MatrixStack | jax.Array] = {
+    found: dict[str, MatrixStack | jax.Array] = {
         name: MatrixStack.of(
             [arena.matrices[f"blk.{i}.{full_name}"] for i in layers], is_native=is_native
         )
         for name, full_name in in_file.items()
     }
-    for name in block_vectors(block, spec.width):
-        arrays[name] = jnp.asarray(np.stack([vectors[f"blk.{i}.{name}"] for i in layers]))
-    return arrays
+    for name in block_arrays(block, spec.width):
+        found[name] = jnp.asarray(np.stack([arrays[f"blk.{i}.{name}"] for i in layers]))
+    return found

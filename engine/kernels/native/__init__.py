@@ -31,6 +31,8 @@ _TARGETS = (
     "kvarts_attend_f32",
     "kvarts_adapt",
     "kvarts_adapt_embedding",
+    "kvarts_convolve",
+    "kvarts_recur",
 )
 # Numbers of kernels.h.
 _KINDS = {"dense": 0, "q8": 1, "q4": 2}
@@ -230,6 +232,83 @@ def route(
         num_groups_used=np.int64(num_groups_used),
     )
     return ids, weights
+
+
+def convolve(
+    states: jax.Array,
+    x: jax.Array,
+    kernel: jax.Array,
+    positions: jax.Array,
+    units: jax.Array,
+    *,
+    num_decodes: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves each channel with its last inputs, which lie in the row's state.
+
+    Args:
+        states: f32 [units, taps - 1, channels], oldest first; donated.
+        x: f32 [N, channels].
+        kernel: f32 [channels, taps].
+        positions: int32 [N], -1 for padding, whose result is 0; a row that begins at 0 starts from
+            zeros.
+        units: int32 [R], the state of each row.
+        num_decodes: Tokens that are rows of their own; those after them are one row.
+
+    Returns:
+        f32 [N, channels] and the states.
+    """
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, states)]
+    call = jax.ffi.ffi_call("kvarts_convolve", results, input_output_aliases={4: 1})
+    mixed, states = call(x, kernel, positions, units, states, num_decodes=np.int64(num_decodes))
+    return mixed, states
+
+
+def recur(
+    states: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    decays: jax.Array,
+    strengths: jax.Array | None,
+    positions: jax.Array,
+    units: jax.Array,
+    *,
+    num_decodes: int,
+    is_interleaved: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Carries one matrix per head on, token by token: `S = a S + k u^T`, `y = S^T q`.
+
+    Args:
+        states: f32 [units, heads, keys, values]; donated.
+        queries: f32 [N, groups, keys].
+        keys: f32 [N, groups, keys].
+        values: f32 [N, heads, values].
+        decays: f32 [N, heads], the factors a.
+        strengths: f32 [N, heads]: u is `b (v - a S^T k)`, a delta net's. None: u is v.
+        positions: See `convolve`.
+        units: See `convolve`.
+        num_decodes: See `convolve`.
+        is_interleaved: Heads that share a group are neighbours, else they are `groups` apart.
+
+    Returns:
+        f32 [N, heads, values] and the states.
+    """
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (values, states)]
+    call = jax.ffi.ffi_call("kvarts_recur", results, input_output_aliases={7: 1})
+    mixed, states = call(
+        queries,
+        keys,
+        values,
+        decays,
+        decays if strengths is None else strengths,
+        positions,
+        units,
+        states,
+        num_decodes=np.int64(num_decodes),
+        is_delta=strengths is not None,
+        is_interleaved=is_interleaved,
+    )
+    return mixed, states
 
 
 def _described(layouts: Sequence[Layout]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -3,6 +3,7 @@
 #include "lora_kernels.h"
 #include "norm_kernels.h"
 #include "qmatmul_kernels.h"
+#include "recurrence_kernels.h"
 
 #define KVARTS_TEXT_(x) #x
 #define KVARTS_TEXT(x) KVARTS_TEXT_(x)
@@ -10,6 +11,7 @@
 namespace kvarts {
 namespace KVARTS_ISA {
 extern const Kernels kernels;
-const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows, adapt};
+const Kernels kernels = {KVARTS_TEXT(KVARTS_ISA), quantise, product, decode_row, norm, store_tokens, attend_units, merge_rows, adapt,
+                         convolve, recur};
 }  // namespace KVARTS_ISA
 }  // namespace kvarts

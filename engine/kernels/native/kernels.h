@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "lora.h"
+#include "recurrence.h"
 
 namespace kvarts {
 
@@ -63,6 +64,9 @@ struct Kernels {
   bool (*merge_rows)(const Attention&, int64_t first, int64_t end);
   // Adds what their adapters change to products of tokens [first, end).
   void (*adapt)(const Adaptation&, int64_t first, int64_t end);
+  // Units [first, end) of work; false if there is no memory for it.
+  bool (*convolve)(const Convolution&, int64_t first, int64_t end);
+  bool (*recur)(const Recurrence&, int64_t first, int64_t end);
 };
 
 }  // namespace kvarts

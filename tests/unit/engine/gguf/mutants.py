@@ -24,7 +24,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from engine.errors import EngineError
-from engine.gguf.arena import build_arena, read_vectors
+from engine.gguf.arena import build_arena, read_arrays
 from engine.gguf.reader import GgufFile
 from engine.gguf.vocab import read_vocab
 from tests.ggufs import TinyLlama, random_blocks, write_gguf, write_llama
@@ -150,7 +150,7 @@ def load(path: Path) -> None:
             read_vocab(file.metadata)
         for name, info in file.tensors.items():
             if len(info.shape) == 1:
-                read_vectors(file, [name])
+                read_arrays(file, [name])
         matrices = [name for name, info in file.tensors.items() if len(info.shape) > 1]
         build_arena(file, matrices)
 

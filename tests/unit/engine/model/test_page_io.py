@@ -33,7 +33,9 @@ def places() -> Place:
     def column(values: list[int]) -> jax.Array:
         return jnp.asarray(values, jnp.int32)
 
-    return Place(column(KINDS), column(FIRST_UNITS), column([8] * 4), column([0] * 4))
+    return Place(
+        column(KINDS), column(FIRST_UNITS), column([8] * 4), column([0] * 4), column([0] * 4)
+    )
 
 
 def random_pool(seed: int = 0, dtype: Any = np.float16) -> tuple[KvPool, list[npt.NDArray[Any]]]:
@@ -192,7 +194,7 @@ def test_more_than_a_piece_is_refused(page_io: PageIo) -> None:
 
 def test_a_pool_without_layers_has_empty_pages() -> None:
     pool, before = random_pool()
-    only_windows = Place(*(jnp.asarray([value], jnp.int32) for value in (WINDOW, 20, 8, 0)))
+    only_windows = Place(*(jnp.asarray([value], jnp.int32) for value in (WINDOW, 20, 8, 0, 0)))
     page_io = compiled(PageIo(pool, only_windows, (PAGES, WINDOW_PAGES)))
     assert page_io.layout(PoolKind.KV).num_layers == 0
     content = page_io.read(pool, PoolKind.KV, [1, 2]).wait()

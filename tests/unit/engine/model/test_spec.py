@@ -34,13 +34,13 @@ def model(*layers: LayerSpec, ropes: tuple[RopeSpec, ...] = (ROPE,)) -> ModelSpe
 
 def test_equal_neighbours_are_one_run() -> None:
     blocks = [BLOCK, BLOCK, OTHER, BLOCK]
-    assert model(*map(LayerSpec, blocks)).runs() == ((BLOCK, 0, 2), (OTHER, 2, 1), (BLOCK, 3, 1))
+    assert model(*map(LayerSpec, blocks)).runs() == ((BLOCK, (0, 1)), (OTHER, (2,)), (BLOCK, (3,)))
 
 
 def test_layers_that_differ_in_window_or_rope_share_a_run() -> None:
     layers = [LayerSpec(BLOCK), LayerSpec(BLOCK, window=16, rope_id=1), LayerSpec(BLOCK, window=8)]
     spec = model(*layers)
-    assert spec.runs() == ((BLOCK, 0, 3),)
+    assert spec.runs() == ((BLOCK, (0, 1, 2)),)
     assert (spec.num_layers, spec.num_window_layers, spec.window) == (3, 2, 16)
 
 
