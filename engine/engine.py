@@ -36,6 +36,8 @@ from engine.memory.prefix_index import PrefixIndex
 from engine.scheduler import Scheduler, SchedulerParts
 from engine.scheduling.erasing import ErasedSlot, Erasure
 from engine.scheduling.gate import Gate
+from engine.scheduling.wishes import Restore, Save
+from engine.slots.engine_calls import EngineCalls
 from engine.slots.prefixes import prefix_root
 from engine.slots.table import SlotTable
 from engine.slots.window import WindowPages, WindowPolicy
@@ -66,12 +68,17 @@ def _new_error_id() -> str:
     return uuid.uuid4().hex
 
 
+def start_on_thread(work: Callable[[], None]) -> None:
+    """Runs something on a thread of its own, which no end of the process waits for."""
+    threading.Thread(target=work, name="slot-file", daemon=True).start()
+
+
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is made of; tests replace any of it.
 
     `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
-    key begins.
+    key begins. `start_file_work` runs the file side of a save or a restore on another thread.
     """
 
     runner: Runner
@@ -83,6 +90,7 @@ class EngineParts:
     draw_seed: Callable[[], int] = _draw_seed
     new_error_id: Callable[[], str] = _new_error_id
     model_id: bytes = b""
+    start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
     failpoints: Failpoints = field(default_factory=Failpoints)
 
 
@@ -93,6 +101,10 @@ class Engine:
         self, config: EngineConfig, plan: MemoryPlan, parts: EngineParts, *, sink: EventSink
     ) -> None:
         """Makes an engine that is not started; until then `step` may be called by hand."""
+        # What is below `_wake` is shared with the callers' threads and guarded by it.
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._calls = EngineCalls(self._post_locked)
         pages = PageAllocator(plan.kv_pages)
         self._table = SlotTable(
             config.num_slots,
@@ -108,7 +120,7 @@ class Engine:
         self._clock = parts.clock
         self._new_error_id = parts.new_error_id
         self._loaded = LoadedAdapters(parts.adapters.store, parts.adapters.capacity)
-        scheduler_parts = _scheduler_parts(config, parts, self._loaded)
+        scheduler_parts = _scheduler_parts(config, parts, self._loaded, self._calls)
         self._scheduler = Scheduler(scheduler_parts, self._table, pages)
         doors = EngineDoors(self.command, self._watch, self._scheduler.unloads.add)
         self.adapters = AdapterDesk(parts.adapters, self._loaded, doors)
@@ -121,12 +133,10 @@ class Engine:
             kv_pages=plan.kv_pages,
             page_tokens=plan.page_tokens,
         )
-        # Everything below is shared with the callers' threads and guarded by `_wake`.
-        self._wake = threading.Condition()
         self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
-        self._inbox: list[Callable[[], None]] = []
         self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
+        self._save_s = 0.0
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._snapshot = self._describe()
@@ -164,8 +174,11 @@ class Engine:
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, save: Save | None = None) -> None:
         """Queues a request; everything that becomes of it arrives at the sink.
+
+        A warming request comes with the `save` that its prompt is computed for. That begins after
+        the request has finished and has its own outcome.
 
         Raises:
             EngineError: it was refused, and no event will come: the errors of
@@ -178,7 +191,11 @@ class Engine:
                 self._refuse_if_closed()
                 self._gate.enter(request)
                 submitted_s = self._clock()
-                self._post(lambda: self._scheduler.submit(request, submitted_s))
+                if save is not None:
+                    self._pending.add(save.done)
+                self._post(lambda: self._scheduler.submit(request, submitted_s, save))
+            if save is not None:
+                save.done.add_done_callback(self._forget)
         except Exception as error:
             with self._wake:
                 self._gate.num_refused += 1
@@ -203,8 +220,7 @@ class Engine:
             NoSuchSlot: there is no slot with this id.
             EngineError: ShuttingDown or EngineFault, as `submit`.
         """
-        if not 0 <= slot_id < self._limits.num_slots:
-            raise NoSuchSlot(slot_id, self._limits.num_slots)
+        self._check_slot(slot_id)
         done: Future[ErasedSlot] = Future()
         erasure = Erasure(slot_id, fail_if_busy, tenant, done)
         self._watch(done, lambda: self._scheduler.erase(erasure))
@@ -223,15 +239,30 @@ class Engine:
         self._watch(done, partial(_settle, done, work))
         return done
 
-    def stop(self, grace_s: float = 0.0) -> None:
+    def transfer_slot(self, wish: Save | Restore) -> None:
+        """Saves or restores a slot, once no request uses it; the outcome comes in `wish.done`.
+
+        That raises SlotBusy, SlotContentNotFound, the errors of slot files, KvPagesExhausted,
+        ShuttingDown or EngineFault. Cancel it to give up: the file, or the slot, stays as it was.
+
+        Raises:
+            NoSuchSlot: there is no slot with this id.
+            EngineError: ShuttingDown or EngineFault, as `submit`.
+        """
+        self._check_slot(wish.slot_id)
+        self._watch(wish.done, lambda: self._scheduler.transfer(wish))
+
+    def stop(self, grace_s: float = 0.0, *, save_s: float = 0.0) -> None:
         """Ends the engine: what waits fails with ShuttingDown, what runs may go on for `grace_s`.
 
-        Then the rest is cancelled and the thread joined. May be called again with less time.
+        Then the rest is cancelled and the thread joined. Requests are cancelled `save_s` earlier,
+        so that their slots can still be saved. May be called again with less time.
         """
         stop_at_s = self._clock() + grace_s
         with self._wake:
             if self._stop_at_s is None or stop_at_s < self._stop_at_s:
                 self._stop_at_s = stop_at_s
+                self._save_s = save_s
             self._wake.notify_all()
             thread = self._thread
         if thread is None:
@@ -251,8 +282,10 @@ class Engine:
             command()
         if stop_at_s is not None:
             self._scheduler.refuse_waiting(ShuttingDown)
-            if self._clock() >= stop_at_s:
+            if self._clock() >= stop_at_s - self._save_s:
                 self._scheduler.cancel_all(CancelCause.SHUTDOWN)
+            if self._clock() >= stop_at_s:
+                self._scheduler.stop_transfers(ShuttingDown)
         began_s = self._clock()
         if self._scheduler.step():
             self._step_timer.add(self._clock() - began_s)
@@ -262,7 +295,7 @@ class Engine:
             self._snapshot = self._describe()
             # Nothing new gets in once a stop was asked for, so an idle engine stays idle.
             is_over = self._stop_at_s is not None and not self._scheduler.has_work
-            is_over = is_over and not self._inbox
+            is_over = is_over and not self._inbox and not self._scheduler.num_transfers
         if events:
             self._sink(events)
         return not is_over
@@ -279,15 +312,22 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    self._wake.wait_for(self._is_wanted)
+                    self._wake.wait_for(self._is_wanted, self._time_to_stop())
                 if not self.step():
+                    self._calls.close(ShuttingDown)
                     return
         except BaseException as error:
             _log.critical("the engine thread died", exc_info=error)
             self._die(error)
 
     def _is_wanted(self) -> bool:
-        return bool(self._inbox) or self._stop_at_s is not None or self._scheduler.has_work
+        if self._inbox or self._scheduler.has_work:
+            return True
+        # After a stop it goes on until nothing runs; transfers report when they are through.
+        return self._stop_at_s is not None and not self._scheduler.num_transfers
+
+    def _time_to_stop(self) -> float | None:
+        return None if self._stop_at_s is None else max(0.0, self._stop_at_s - self._clock())
 
     def _die(self, cause: BaseException) -> None:
         """Fails everything in flight: a dead engine must not leave anybody waiting."""
@@ -299,6 +339,7 @@ class Engine:
             self._gate.settle(events)
             ended = [(name, Failed(self._death())) for name in self._gate.in_flight]
             self._gate.settle(ended)
+        self._calls.close(self._death)
         for done in pending:
             if not done.done() and (done.running() or done.set_running_or_notify_cancel()):
                 done.set_exception(self._death())
@@ -343,6 +384,14 @@ class Engine:
         with self._wake:
             self._pending.discard(done)
 
+    def _post_locked(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._post(command)
+
+    def _check_slot(self, slot_id: int) -> None:
+        if not 0 <= slot_id < self._limits.num_slots:
+            raise NoSuchSlot(slot_id, self._limits.num_slots)
+
     def _describe(self) -> Snapshot:
         queue_limit = self._gate.max_requests
         now = describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
@@ -383,7 +432,7 @@ def _prefix_index(
 
 
 def _scheduler_parts(
-    config: EngineConfig, parts: EngineParts, loaded: LoadedAdapters
+    config: EngineConfig, parts: EngineParts, loaded: LoadedAdapters, calls: EngineCalls
 ) -> SchedulerParts:
     return SchedulerParts(
         runner=parts.runner,
@@ -396,5 +445,7 @@ def _scheduler_parts(
         draw_seed=parts.draw_seed,
         new_error_id=parts.new_error_id,
         chunk_tokens=config.chunk_tokens,
+        calls=calls,
+        start_file_work=parts.start_file_work,
         failpoints=parts.failpoints,
     )

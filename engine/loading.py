@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,11 +32,15 @@ from engine.model.weights import Weights, load_weights
 from engine.runner import JaxRunner, RunnerConfig
 from engine.sampling.chain import Chain
 from engine.sampling.vocab import SamplerVocab
+from engine.slots.fingerprint import digest_weights, traits_of
+from engine.slots.hash_cache import HashCache
+from engine.slots.identity import Identity, ModelSource
+from engine.slots.state_layout import StateLayout
 from engine.text.load import load_tokenizer
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.threads import limit_threads
-from engine.types import EngineConfig, EventSink, Request
+from engine.types import EngineConfig, EventSink, PoolKind, Request
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +58,8 @@ class LoadProgress:
 class Loaded:
     """A model in memory, all programs compiled; `engine` is not started yet.
 
-    `runner` is the engine's own: only who never starts the engine may run steps on it.
+    `runner` is the engine's own: only who never starts the engine may run steps on it. `identity`
+    has not begun to hash.
     """
 
     engine: Engine
@@ -65,6 +71,7 @@ class Loaded:
     plan: MemoryPlan
     runner: JaxRunner
     weights: Weights
+    identity: Identity
 
 
 def load_engine(
@@ -103,7 +110,8 @@ def load_engine(
             raise UnsupportedModel(file.name, f"{spec.architecture} has layers without a pool yet")
         hints = read_sampling(file.metadata)
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
-        vocab = read_vocab(file.metadata)
+        vocab, digest = read_vocab(file.metadata), digest_weights(file)
+        source = ModelSource(file.stamps, tuple(file.tensors.values()))
         _check_vocab(file.name, spec, vocab)
         # The tokenizer is built in the interpreter while numpy fills the arena and XLA compiles.
         with ThreadPoolExecutor(1) as side:
@@ -124,10 +132,18 @@ def load_engine(
         tokenizer=tokenizer,
         begin_chain=_chain_factory(sampler_vocab),
         begin_text=TextStream,
+        model_id=digest.sampled.encode(),
         **parts,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
-    return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan, runner, weights)
+    identity = Identity(
+        traits_of(digest, spec, _state_layout(runner, plan), plan.slot_context_tokens),
+        digest,
+        source,
+        HashCache(Path(config.identity_cache)) if config.identity_cache else None,
+        model_name=facts.name,
+    )
+    return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan, runner, weights, identity)
 
 
 def choose_kernels(wanted: str) -> bool:
@@ -191,6 +207,13 @@ def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
         page_tokens=plan.page_tokens,
         kv_dtype=config.kv_dtype,
         num_window_pages=plan.window.pages if plan.window else 0,
+    )
+
+
+def _state_layout(runner: JaxRunner, plan: MemoryPlan) -> StateLayout:
+    window = runner.page_layout(PoolKind.SWA) if plan.window else None
+    return StateLayout.of(
+        runner.page_layout(PoolKind.KV), window, plan.window.window if plan.window else 0
     )
 
 

@@ -7,59 +7,36 @@ no thread, transport or array; the policies are in `engine.scheduling`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from engine.adapters.effective import EffectiveSet
-from engine.adapters.loaded import LoadedAdapters
 from engine.adapters.unloading import Unloads
 from engine.errors import DeadlineExceeded, EngineError, EngineFault
-from engine.failpoints import Failpoints, Site
-from engine.generation import ChainFactory, Ending, Generation, TextFactory, TokenText
+from engine.failpoints import Site
+from engine.generation import Ending, Generation
 from engine.memory.pages import PageAllocator
 from engine.memory.prefix_index import PrefixRoot
 from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.ledger import Ledger
+from engine.scheduling.parts import NonFiniteLogits, SchedulerParts
+from engine.scheduling.patience import gains_by_waiting
 from engine.scheduling.plan import StepPlan, plan_step
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
 from engine.scheduling.row import Arrival, Row
-from engine.slots.prefixes import Prefixes, Reuse
-from engine.slots.table import Slot, SlotTable, common_prefix
-from engine.step import PoolLost, RowLogits, Runner, SequenceWork
+from engine.scheduling.shelf import Shelf
+from engine.scheduling.transfers import Transfers, busy
+from engine.scheduling.wishes import Restore, Save
+from engine.slots.prefixes import Prefixes
+from engine.slots.table import Slot, SlotTable
+from engine.step import PoolLost, RowLogits, SequenceWork
 from engine.types import (
     CancelCause,
     Counters,
     Event,
     FinishReason,
     Request,
-    SlotState,
 )
-
-
-class NonFiniteLogits(ArithmeticError):
-    """The runner returned a NaN or an infinity."""
-
-
-@dataclass(frozen=True)
-class SchedulerParts:
-    """What the scheduler is given. `chunk_tokens` bounds the prompt tokens of one step.
-
-    `prefix_root` says what a request's prefixes must agree in before their tokens are compared.
-    `clock` is monotonic, in seconds. `draw_seed` makes the seed of a request that names none, in
-    0 .. 2^32 - 1; `new_error_id` names a fault, so that a client's report finds the log line.
-    """
-
-    runner: Runner
-    tokenizer: TokenText
-    begin_chain: ChainFactory
-    begin_text: TextFactory
-    prefix_root: Callable[[Request, bytes], PrefixRoot]
-    adapters: LoadedAdapters
-    clock: Callable[[], float]
-    draw_seed: Callable[[], int]
-    new_error_id: Callable[[], str]
-    chunk_tokens: int
-    failpoints: Failpoints = field(default_factory=Failpoints)
 
 
 class Scheduler:
@@ -73,6 +50,9 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._rows: dict[str, Row] = {}
         self._erasures = Erasures(table)
+        self._transfers = Transfers(
+            parts.for_transfers(self._as_engine_error, self._empty_all), table, self._room
+        )
         self.unloads = Unloads(parts.adapters, self.num_users)
         self._ledger = Ledger()
         self._num_tasks = 0
@@ -82,7 +62,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a step would do something."""
         waiting = len(self._queue) + len(self._erasures) + len(self.unloads)
-        return bool(self._rows) or waiting > 0
+        return bool(self._rows) or waiting + self._transfers.num_waiting > 0
+
+    @property
+    def num_transfers(self) -> int:
+        """Saves and restores that other threads work on; their slots are not idle."""
+        return self._transfers.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -113,10 +98,19 @@ class Scheduler:
         """Returns the events since the last call, oldest first."""
         return self._ledger.take_events()
 
-    def submit(self, request: Request, submitted_s: float) -> None:
-        """Queues a valid request whose id is not in use."""
+    def submit(self, request: Request, submitted_s: float, save: Save | None = None) -> None:
+        """Queues a valid request whose id is not in use; a warming one with what it is for."""
         self._ledger.accepted()
-        self._queue.push(Arrival(request, submitted_s))
+        if save is not None and save.fail_if_busy:
+            slot = self._table.slot(save.slot_id)
+            if not slot.is_idle:
+                self._ledger.failed(request, busy(slot), None)
+                return
+        self._queue.push(Arrival(request, submitted_s, save=save))
+
+    def transfer(self, wish: Save | Restore) -> None:
+        """Saves or restores a slot from the next step on in which it is idle."""
+        self._transfers.add(wish)
 
     def cancel(self, request_id: str, cause: CancelCause) -> None:
         """Ends a request at once; one that has ended already is left alone."""
@@ -155,6 +149,11 @@ class Scheduler:
                 self._ledger.failed(arrival.request, make_error(), None)
         self._erasures.fail(make_error)
         self.unloads.fail(make_error)
+        self._transfers.refuse_waiting(make_error)
+
+    def stop_transfers(self, make_error: Callable[[], Exception]) -> None:
+        """Gives every save and restore up."""
+        self._transfers.stop_all(make_error)
 
     def cancel_all(self, cause: CancelCause) -> None:
         """Ends every request."""
@@ -168,6 +167,7 @@ class Scheduler:
         self._expire(now_s)
         self._erasures.run()
         self.unloads.run()
+        self._transfers.run()
         self._admit_all(now_s)
         self._make_room()
         runner = self._parts.runner
@@ -205,11 +205,28 @@ class Scheduler:
         self._table.release(slot)
         row.slot = None
         del self._rows[row.request_id]
+        if row.shelf is not None:
+            row.shelf.put_back(slot)
+            row.shelf = None
         return slot
 
     def _finish(self, row: Row, ending: Ending) -> None:
         slot = self._vacate(row)
         self._ledger.finished(row, ending, held=len(slot.tokens))
+
+    def _finish_warming(self, row: Row, save: Save, now_s: float) -> None:
+        """Saves what was computed; it stays in the slot only if that goes well."""
+        shelf, row.shelf = row.shelf, None
+        slot = self._vacate(row)
+        self._ledger.warmed(row, held=len(slot.tokens), now_s=now_s)
+
+        def end(is_saved: bool) -> None:
+            if shelf is not None and is_saved:
+                shelf.drop()
+            elif shelf is not None:
+                shelf.put_back(slot)
+
+        self._transfers.begin_save(slot, save, end)
 
     def _fault(self, row: Row, cause: Exception, *, keep: bool) -> None:
         if not keep:
@@ -234,7 +251,7 @@ class Scheduler:
         """Takes the first waiting request that can start off the queue; False if none can."""
         for arrival in self._queue.in_turn():
             request = arrival.request
-            tokens = _sequence(arrival)
+            tokens = arrival.tokens
             adapters = self._frozen_adapters(arrival)
             if adapters is None:
                 return True
@@ -276,56 +293,42 @@ class Scheduler:
             self._pass_through(arrival, slot, now_s)
             return True
         found = self._prefixes.find(slot, root, request, tokens, limit=adapters.prefix_limit)
-        if self._gains_by_waiting(arrival, adapters, root, tokens, found):
+        others = self._rows.values()
+        if gains_by_waiting(arrival, adapters, root, tokens, found, others, self._table):
             return False
         reserve = self._room.admission_tokens(request, len(tokens))
+        shelf = None
+        if request.is_warming:
+            shelf = Shelf.of(slot, self._table)
+            found = self._prefixes.find(slot, root, request, tokens, limit=adapters.prefix_limit)
         reuse = self._room.fit(slot, found, num_tokens=reserve)
+        if reuse is None and shelf is not None:
+            # Like everything idle, the old state gives way where the pool cannot hold both.
+            shelf, _ = None, shelf.drop()
+            reuse = self._room.fit(slot, found, num_tokens=reserve)
         if reuse is None:
             return False
         self._queue.take(arrival)
         seed = self._seed(request)
         row = arrival.row or self._begin_row(arrival, adapters, seed, cached=reuse.num_tokens)
         if row is None:
+            if shelf is not None:
+                shelf.drop()
             return True
         try:
             self._room.admit(slot, root, reuse, tokens, num_tokens=reserve)
         except Exception as error:
             self._ledger.failed(request, self._as_engine_error(error), arrival.row)
+            if shelf is not None:
+                shelf.put_back(slot)
             self._empty_if_lost(error)
             return True
-        row.slot = slot
+        row.slot, row.shelf = slot, shelf
         self._rows[request.request_id] = row
         self._occupy(slot, row)
         if arrival.row is None:
             self._ledger.started(row, seed=seed, source=reuse.source, no_reuse=reuse.no_reuse)
         return True
-
-    def _gains_by_waiting(
-        self,
-        arrival: Arrival,
-        adapters: EffectiveSet,
-        root: PrefixRoot,
-        tokens: tuple[int, ...],
-        found: Reuse,
-    ) -> bool:
-        """Whether a prompt that is being read will soon hold more of this one than is held now.
-
-        Prompts are read one after the other, so the wait costs nothing.
-        """
-        request = arrival.request
-        if not request.cache_prompt:
-            return False
-        for row in self._rows.values():
-            if row.state is not SlotState.PREFILL or row.home.root != root:
-                continue
-            shared = min(common_prefix(row.request.prompt, tokens), len(tokens) - 1)
-            for limit in (adapters.prefix_limit, row.adapters.prefix_limit):
-                shared = shared if limit is None else min(shared, limit)
-            is_kin = request.group and row.request.group == request.group
-            least = 1 if is_kin else self._table.page_tokens
-            if shared - found.num_tokens >= least:
-                return True
-        return False
 
     def _begin_row(
         self, arrival: Arrival, adapters: EffectiveSet, seed: int, *, cached: int
@@ -348,6 +351,7 @@ class Scheduler:
             cached_tokens=cached,
             prompt_done=cached,
             slot=None,
+            save=arrival.save,
         )
 
     def _seed(self, request: Request) -> int:
@@ -450,8 +454,10 @@ class Scheduler:
 
     def _empty_if_lost(self, error: Exception) -> None:
         """Forgets every slot if no page holds anything; who runs starts its tokens again."""
-        if not isinstance(error, PoolLost):
-            return
+        if isinstance(error, PoolLost):
+            self._empty_all()
+
+    def _empty_all(self) -> None:
         for row in self.rows:
             self._preempt(row)
         self._table.empty_all()
@@ -466,6 +472,9 @@ class Scheduler:
             return
         if len(work.tokens) > 1 or not row.generation.tokens:
             self._table.register(row.home)  # the whole prompt: others may use it from now on
+        if row.save is not None:
+            self._finish_warming(row, row.save, now_s)
+            return
         try:
             self._parts.failpoints.check(Site.SAMPLE)
             held = len(row.home.tokens)
@@ -483,11 +492,6 @@ def _require(logits: RowLogits | None, row: Row) -> RowLogits:
     if logits is None:
         raise NonFiniteLogits(f"the runner returned no logits for request {row.request_id}")
     return logits
-
-
-def _sequence(arrival: Arrival) -> tuple[int, ...]:
-    sampled = arrival.row.generation.tokens if arrival.row else ()
-    return (*arrival.request.prompt, *sampled)
 
 
 def _deadline_error(request: Request, submitted_s: float) -> DeadlineExceeded:

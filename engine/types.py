@@ -109,6 +109,7 @@ class Request:
     `annotation` is the caller's own note, shown in slot lists and never read. Requests of one
     `group` (several samples or prompts of one call) count once in the queue; "" is no group.
     `constraint` is what the output is restricted to, already compiled.
+    `is_warming`: the prompt is computed and nothing is sampled.
     """
 
     request_id: str
@@ -135,6 +136,7 @@ class Request:
     annotation: str = ""
     group: str = ""
     constraint: Constraint | None = None
+    is_warming: bool = False
 
 
 class FinishReason(Enum):
@@ -431,7 +433,9 @@ class EngineConfig:
     floor. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the
     device (None: unlimited, 0: off). `kernels` is "native", "xla", or "auto": native where it was
     built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
-    is as many as those, `max_adapter_rank` None the greatest of theirs.
+    is as many as those, `max_adapter_rank` None the greatest of theirs. `compile_cache`
+    and `identity_cache` are folders for compiled programs and for hashes of weights; None keeps
+    none.
     """
 
     context_tokens: int
@@ -450,6 +454,7 @@ class EngineConfig:
     threads: int | None = None
     kernels: str = "auto"
     compile_cache: str | None = None
+    identity_cache: str | None = None
     adapters: tuple[StartAdapter, ...] = ()
     max_adapters: int | None = None
     max_adapter_rank: int | None = None

@@ -22,6 +22,7 @@ from engine.errors import (
     ShuttingDown,
 )
 from engine.scheduling.erasing import ErasedSlot
+from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
 from engine.types import (
     CancelCause,
     Cancelled,
@@ -112,8 +113,12 @@ class Bridge:
         self,
         requests: Sequence[Request],
         cause: Callable[[], CancelCause] = lambda: CancelCause.CLIENT,
+        *,
+        save: Save | None = None,
     ) -> AsyncGenerator[tuple[int, Event]]:
         """Runs the samples of one call and yields (sample, event) until each has finished.
+
+        With `save` the only one is a prompt that is computed to be saved.
 
         Closing the generator, for whatever reason, cancels what still runs; `cause` is then asked
         for the reason.
@@ -127,7 +132,7 @@ class Bridge:
         num_left = len(requests)
         try:
             for sample, request in enumerate(requests):
-                self._submit(engine, stream, sample, request)
+                self._submit(engine, stream, sample, request, save)
             while num_left:
                 sample, event = await stream.queue.get()
                 _raise_if_over(event)
@@ -147,23 +152,51 @@ class Bridge:
         done = self.engine.erase_slot(slot_id, fail_if_busy=fail_if_busy, tenant=tenant)
         return await asyncio.wrap_future(done)
 
-    async def stop(self, grace_s: float) -> None:
+    async def save(self, save: Save) -> SavedSlot:
+        """Saves a slot once no request uses it; giving up leaves the file as it was.
+
+        Raises:
+            EngineError: As `Engine.transfer_slot`.
+        """
+        self.engine.transfer_slot(save)
+        return await self.outcome(save)
+
+    async def outcome(self, save: Save) -> SavedSlot:
+        """Waits for a save that the engine knows; giving up stops it.
+
+        Raises:
+            EngineError: It failed.
+        """
+        return await asyncio.wrap_future(save.done)
+
+    async def restore(self, restore: Restore) -> RestoredSlot:
+        """Restores a slot once no request uses it; giving up leaves it as it is.
+
+        Raises:
+            EngineError: As `Engine.transfer_slot`.
+        """
+        self.engine.transfer_slot(restore)
+        return await asyncio.wrap_future(restore.done)
+
+    async def stop(self, grace_s: float, *, save_s: float = 0.0) -> None:
         """Takes no more work, lets what runs go on for `grace_s`, then ends the engine thread.
 
-        May be called again with less time, while the first call still waits.
+        Requests end `save_s` earlier, for the saves that were asked for. May be called again with less time, while the first call still waits.
         """
         self._is_stopping = True
         if self._model is not None:
-            await asyncio.to_thread(self._model.engine.stop, grace_s)
+            await asyncio.to_thread(self._model.engine.stop, grace_s, save_s=save_s)
 
-    def _submit(self, engine: Engine, stream: _Stream, sample: int, request: Request) -> None:
+    def _submit(
+        self, engine: Engine, stream: _Stream, sample: int, request: Request, save: Save | None
+    ) -> None:
         request_id = request.request_id
         if request_id in self._streams:
             raise DuplicateRequest(request_id)
         self._streams[request_id] = (stream, sample)
         stream.running.add(request_id)
         try:
-            engine.submit(request)
+            engine.submit(request, save=save)
         except EngineError:
             self._forget(request_id)
             raise

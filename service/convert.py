@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvarts.v1 import common_pb2, generation_pb2, model_pb2, rebuild_pb2, slot_pb2
 
 from engine.constraint import Constraint
+from engine.scheduling.wishes import RestoredSlot, SavedSlot
 from engine.types import (
     AdapterScale,
     CacheSource,
@@ -320,6 +321,34 @@ def from_defaults(defaults: GenerationDefaults) -> generation_pb2.GenerationSett
     settings.constrained = bool(defaults.grammar)
     settings.grammar = defaults.grammar
     return settings
+
+
+def from_source(source: CacheSource) -> generation_pb2.CacheSource.ValueType:
+    """Where reused tokens came from."""
+    return _SOURCES[source]
+
+
+def from_saved(saved: SavedSlot, filename: str) -> slot_pb2.SaveSlotResponse:
+    """A slot was saved."""
+    return slot_pb2.SaveSlotResponse(
+        slot_id=saved.slot_id,
+        filename=filename,
+        saved_tokens=saved.tokens,
+        size_bytes=saved.size_bytes,
+        elapsed=to_duration(saved.elapsed_s),
+    )
+
+
+def from_restored(restored: RestoredSlot, filename: str) -> slot_pb2.RestoreSlotResponse:
+    """A slot was restored."""
+    return slot_pb2.RestoreSlotResponse(
+        slot_id=restored.slot_id,
+        filename=filename,
+        restored_tokens=restored.tokens,
+        size_bytes=restored.size_bytes,
+        elapsed=to_duration(restored.elapsed_s),
+        adapters=from_adapters(restored.adapters),
+    )
 
 
 def from_slot(slot: SlotInfo) -> slot_pb2.Slot:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from engine.engine import Engine
+from engine.slots.store import SlotStore
 from engine.text.grammar.matcher import GrammarCompiler
 from engine.types import EventSink
 from service.defaults import GenerationDefaults
@@ -119,7 +120,7 @@ class LoadedModel:
     """Everything that serving needs.
 
     `has_jinja`: any Jinja template is rendered, not only built-in formats. `device` is the backend:
-    "cpu", "gpu" or "metal".
+    "cpu", "gpu" or "metal". `slot_store` are the saved slots, None where no folder was given.
     """
 
     engine: Engine
@@ -131,6 +132,7 @@ class LoadedModel:
     is_unified: bool = True
     has_jinja: bool = True
     device: str = "cpu"
+    slot_store: SlotStore | None = None
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

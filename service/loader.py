@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from engine.loading import Loaded, LoadProgress, load_engine
+from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.text.turn_template import TurnTemplate
@@ -79,6 +80,7 @@ class _Report:
 def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedModel:
     template = _template(options, loaded)
     model = LoadedModel(
+        slot_store=_slot_store(options, loaded),
         engine=loaded.engine,
         tokenizer=loaded.tokenizer,
         template=template,
@@ -92,6 +94,18 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
     if model.defaults.grammar:
         model.grammars.compile(model.defaults.grammar)
     return model
+
+
+def _slot_store(options: ServiceOptions, loaded: Loaded) -> SlotStore | None:
+    if options.slot_save_path is None:
+        return None
+    return SlotStore(
+        options.slot_save_path,
+        loaded.identity,
+        vocab_size=loaded.tokenizer.vocab_size,
+        context_tokens=loaded.plan.slot_context_tokens,
+        adapters=lambda: loaded.engine.snapshot().adapters,
+    )
 
 
 def _names(options: ServiceOptions, path: Path) -> ModelNames:

@@ -77,6 +77,7 @@ class ServiceOptions:
         tls: certificate of the public door; None is plain text.
         shutdown_timeout_s: grace of running requests after the first signal.
         slot_save_path: existing folder for slot files; None keeps them off.
+        slot_autosave: slots are saved there at a stop and restored after a start.
         device: `auto` or `cpu`.
         pre_override: pre-tokenizer instead of the file's.
         chat_template: Jinja source, or a built-in format's name, instead of the file's template.
@@ -101,6 +102,7 @@ class ServiceOptions:
     tls: TlsFiles | None = None
     shutdown_timeout_s: float = 2.0
     slot_save_path: str | None = None
+    slot_autosave: bool = False
     device: str = "auto"
     pre_override: str | None = None
     chat_template: str | None = None
@@ -133,6 +135,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         tls=_tls(parsed),
         shutdown_timeout_s=parsed["shutdown_timeout_s"],
         slot_save_path=_slot_save_path(parsed),
+        slot_autosave=_slot_autosave(parsed),
         device="auto" if parsed["device"] == "auto" else "cpu",
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),
@@ -259,6 +262,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         queue_bytes=parsed["queue_bytes"],
         threads=None if parsed["threads"] == -1 else parsed["threads"],
         compile_cache=None if compile_cache == "off" else compile_cache,
+        identity_cache=str(cache_dir / "identity"),
     )
 
 
@@ -360,6 +364,12 @@ def _slot_save_path(parsed: Parsed) -> str | None:
     if name is not None and not Path(name).is_dir():
         raise FlagError(f"--slot-save-path {name}: is not a folder")
     return name
+
+
+def _slot_autosave(parsed: Parsed) -> bool:
+    if parsed["slot_autosave"] and parsed["slot_save_path"] is None:
+        raise FlagError("--slot-autosave: needs --slot-save-path")
+    return parsed["slot_autosave"]
 
 
 def _chat_template(parsed: Parsed) -> str | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvarts.v1 import common_pb2, generation_pb2
+from kvarts.v1 import common_pb2, generation_pb2, slot_pb2
 
 from service.chat import RenderedChat, render_chat
 from service.loaded import LoadedModel, Tokenizer
@@ -23,7 +23,9 @@ class Prompt:
     chat: RenderedChat | None = None
 
 
-async def read_prompt(message: generation_pb2.GenerateRequest, model: LoadedModel) -> Prompt:
+async def read_prompt(
+    message: generation_pb2.GenerateRequest | slot_pb2.SaveSlotRequest, model: LoadedModel
+) -> Prompt:
     """Tokenises what a checked request brings; texts recognise special tokens and get a BOS.
 
     Raises:

@@ -35,7 +35,9 @@ from kvarts.v1 import (
 )
 
 from engine.errors import EngineError
+from engine.slots.store import SlotStore
 from engine.types import EventSink
+from service.autosave import Autosave
 from service.bridge import Bridge, BridgeHooks
 from service.embedding import EmbeddingServicer
 from service.fetch.errors import FetchError
@@ -59,6 +61,8 @@ MAX_REQUEST_BYTES = 16 << 20
 STALL_LIMIT_S = 30.0
 # Kept of the shutdown timeout for the last answers to leave.
 _FLUSH_S = 0.5
+# Of the time for running requests, what the slots' saves get with --slot-autosave.
+_SAVE_SHARE = 0.5
 # Streams of one connection beyond slots and queue: lists, health, metrics.
 _SPARE_STREAMS = 256
 
@@ -103,6 +107,7 @@ class Server:
             options=_channel_options(options),
         )
         self._closing = ExitStack()
+        self._autosave: Autosave | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.port: int | None = None
         self.metrics_port: int | None = None
@@ -128,7 +133,8 @@ class Server:
             ShuttingDown: The server was stopped meanwhile.
             Exception: Whatever the loader raises.
         """
-        await self._bridge.load(load_model)
+        model = await self._bridge.load(load_model)
+        await self._open_store(model.slot_store)
         self._metrics.watch(self._bridge.model.engine.snapshot)
         await self._health.set(READY_SERVICE, _SERVING)
 
@@ -138,13 +144,36 @@ class Server:
         Then the rest is answered UNAVAILABLE, the engine thread is joined and the doors close.
         """
         await self._health.enter_graceful_shutdown()
-        await self._bridge.stop(max(0.0, timeout_s - _FLUSH_S))
+        grace_s = max(0.0, timeout_s - _FLUSH_S)
+        if self._autosave is None:
+            await self._bridge.stop(grace_s)
+        else:
+            saves = self._autosave.begin()
+            await self._bridge.stop(grace_s, save_s=grace_s * _SAVE_SHARE)
+            await self._autosave.end(saves)
         await self._grpc.stop(min(timeout_s, _FLUSH_S))
         await self._calls.ended(_FLUSH_S)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._closing.close()
+
+    async def _open_store(self, store: SlotStore | None) -> None:
+        """Cleans the folder of slot files, begins to hash the model and to restore its slots."""
+        if store is None:
+            return
+        try:
+            num_swept = await asyncio.to_thread(store.sweep)
+        except EngineError as error:
+            _LOG.warning("the folder of slot files is not swept: %s", error)
+        else:
+            if num_swept:
+                _LOG.info("%d files of saves that were cut off are removed", num_swept)
+        store.identity.start()
+        self._closing.callback(store.identity.stop)
+        if self._options.slot_autosave:
+            self._autosave = Autosave(self._bridge, store)
+            self._spawn(self._autosave.restore())
 
     def _on_fault(self, fault: BaseException) -> None:
         """The engine is gone for good: neither ready nor alive, so that a supervisor restarts."""
@@ -174,9 +203,7 @@ class Server:
         model_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelServicer(bridge, has_slot_folder=has_folder), server
         )
-        slot_pb2_grpc.add_SlotServiceServicer_to_server(
-            SlotServicer(bridge, self._metrics, has_folder=has_folder), server
-        )
+        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraServicer(bridge), server)
         rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(RebuildServicer(bridge), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -232,8 +259,11 @@ async def serve(
     _LOG.info("listening on %s", ", ".join(server.addresses))
     if server.metrics_port is not None:
         _LOG.info("metrics on %s", _address(options.grpc_host, server.metrics_port))
-    if options.slot_save_path is not None:
-        _LOG.warning("--slot-save-path: slots can be erased, but not saved or restored yet")
+    if options.slot_save_path is not None and not options.defaults.cache_prompt:
+        _LOG.warning(
+            "--no-cache-prompt with --slot-save-path: a restored slot is used only by requests "
+            "that ask for cache_prompt themselves"
+        )
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(server.load(load_model or _named_by(options)))
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)

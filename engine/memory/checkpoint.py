@@ -57,6 +57,13 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __contains__(self, checkpoint: object) -> bool:
+        return checkpoint in self._all
+
+    def all(self) -> list[Checkpoint]:
+        """Returns every checkpoint that still holds something."""
+        return list(self._all)
+
     def add(self, checkpoint: Checkpoint) -> None:
         """Keeps a checkpoint; its window pages get one holder more, its state becomes ours."""
         if self._windows is not None:

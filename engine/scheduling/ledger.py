@@ -116,6 +116,27 @@ class Ledger:
         )
         self._count(requests_finished=1, prefill_s=prefill_s, decode_s=generation.decode_s)
 
+    def warmed(self, row: Row, *, held: int, now_s: float) -> None:
+        """Reports the end of a request whose prompt was only computed."""
+        prefill_s = now_s - row.admitted_s
+        self._send(
+            row.request_id,
+            Finished(
+                reason=FinishReason.LENGTH,
+                prompt_tokens=len(row.request.prompt),
+                cached_tokens=row.cached_tokens,
+                completion_tokens=0,
+                held_tokens=held,
+                unsent_text="",
+                has_new_line=False,
+                truncated=False,
+                queue_s=row.admitted_s - row.submitted_s,
+                prefill_s=prefill_s,
+                decode_s=0.0,
+            ),
+        )
+        self._count(requests_finished=1, prefill_s=prefill_s)
+
     def nothing_to_do(self, arrival: Arrival, *, slot_id: int, held: int, now_s: float) -> None:
         """Reports a request with an empty prompt: started and finished without a step."""
         name = arrival.request.request_id

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from engine.errors import KvPagesExhausted
 from engine.failpoints import Failpoints, Site
 from engine.memory.pages import SINK_PAGE, PageAllocator
 from engine.memory.planner import pages_for
@@ -16,6 +18,14 @@ from engine.scheduling.row import Row
 from engine.slots.prefixes import Prefixes, Reuse
 from engine.slots.table import Slot, SlotTable
 from engine.types import Request
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Pages of the kv and of the swa pool that nobody else holds."""
+
+    pages: list[int]
+    window_pages: list[int]
 
 
 class Room:
@@ -100,16 +110,35 @@ class Room:
         self._table.grow(slot, num_tokens)
         return True
 
-    def take(self, num_pages: int, *, besides: Slot, may_evict: bool) -> list[int] | None:
-        """Takes pages that nobody refers to yet, each with one holder, for a state to be put there.
+    def reserve(
+        self, num_pages: int, num_window_pages: int, slot: Slot, *, may_evict: bool
+    ) -> Reserved | None:
+        """Takes pages for a state that will replace the slot's; None if others would lose theirs.
 
-        Cached prefixes and idle slots other than `besides` lose theirs if `may_evict`. Returns None
-        if too few are free without that, or if running requests hold too many. Raises whatever the
-        device raises.
+        With `may_evict` cached prefixes, idle slots and, last, the slot itself give way.
+
+        Raises:
+            KvPagesExhausted: Running requests hold too many; nothing has changed.
         """
-        if may_evict:
-            self._make_free(num_pages, besides=besides)
-        return self._pages.allocate(num_pages) if num_pages <= self._pages.num_free else None
+        table, windows = self._table, self._table.windows
+        others = {p for s in table.slots if not s.is_idle and s is not slot for p in s.pages}
+        others |= {p for held in table.holdings for p in held.pages}
+        free = self._pages.size - len(others)
+        if num_pages > free:
+            raise KvPagesExhausted(num_pages, free)
+        free_windows = windows.num_free if windows else 0
+        is_free = num_pages <= self._pages.num_free and num_window_pages <= free_windows
+        if not is_free and not may_evict:
+            return None
+        self._make_free(num_pages, besides=slot)
+        self._make_windows_free(num_window_pages, slot)
+        if num_pages > self._pages.num_free:
+            table.truncate(slot, 0)
+            self._make_free(num_pages, besides=slot)
+        if num_pages > self._pages.num_free:
+            raise KvPagesExhausted(num_pages, self._pages.num_free)
+        window_pages = windows.pages.allocate(num_window_pages) if windows else []
+        return Reserved(self._pages.allocate(num_pages), window_pages)
 
     def is_short(self, row: Row) -> bool:
         """Returns whether the row's next token needs a page that its slot does not have."""
@@ -139,6 +168,23 @@ class Room:
             self._pages.release(copied)
             if windows:
                 windows.pages.release(window_held)
+
+    def _make_windows_free(self, num_pages: int, slot: Slot) -> None:
+        """Makes room for a slot's windows.
+
+        Raises:
+            KvPagesExhausted: Running requests hold too many.
+        """
+        windows = self._table.windows
+        if windows is None:
+            return
+        windows.reclaim(num_pages)
+        while windows.num_free < num_pages and self._evict_one(besides=slot):
+            pass
+        if windows.num_free < num_pages:
+            self._table.truncate(slot, 0)
+        if windows.num_free < num_pages:
+            raise KvPagesExhausted(num_pages, windows.num_free)
 
     def _make_free(self, num_pages: int, *, besides: Slot) -> None:
         while (missing := num_pages - self._pages.num_free) > 0:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from engine.adapters.effective import BASE, EffectiveSet
 from engine.generation import Generation
+from engine.scheduling.shelf import Shelf
+from engine.scheduling.wishes import Save
 from engine.slots.table import Slot
 from engine.step import SequenceWork
 from engine.types import Request, SlotState
@@ -16,11 +18,21 @@ from engine.types import Request, SlotState
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request as it waits. `row` is what a pre-empted request has already done."""
+    """A request as it waits.
+
+    `row` is what a pre-empted request has already done. `save` is what a warming one is for.
+    """
 
     request: Request
     submitted_s: float
     row: Row | None = None
+    save: Save | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What has to be in the slot before it goes on: the prompt, and what was sampled."""
+        sampled = self.row.generation.tokens if self.row else ()
+        return (*self.request.prompt, *sampled)
 
 
 # Compared by identity: two rows are never the same request.
@@ -31,7 +43,8 @@ class Row:
     `adapters` is the set that it keeps to its end. `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
     counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
     counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated;
-    `was_passed`: a younger prompt has had a chunk since then.
+    `was_passed`: a younger prompt has had a chunk since then. `save` is what a warming
+    row is for, `shelf` what its slot held before.
     """
 
     request: Request
@@ -45,6 +58,8 @@ class Row:
     last_turn: int = -1
     adapters: EffectiveSet = BASE
     was_passed: bool = False
+    save: Save | None = None
+    shelf: Shelf | None = None
 
     @property
     def request_id(self) -> str:

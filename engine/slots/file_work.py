@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.slots.fingerprint import Traits
 from engine.slots.folder import SlotFolder
@@ -51,6 +52,23 @@ class RestoreOrder:
     accepted: Acceptance
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Whole pages on their way to the host, of which the first `skip` tokens are not wanted."""
+
+    reads: Sequence[PageRead]
+    skip: int
+
+    def wait(self, num_tokens: int) -> PageContent:
+        """Returns the wanted tokens."""
+        contents = [read.wait() for read in self.reads]
+        wanted = slice(self.skip, self.skip + num_tokens)
+        return PageContent(
+            _joined([content.keys for content in contents])[:, wanted],
+            _joined([content.values for content in contents])[:, wanted],
+        )
+
+
 class TransferStopped(Exception):
     """Nobody waits for the transfer any more."""
 
@@ -74,7 +92,7 @@ def save(
     order: SaveOrder,
     manifest: Manifest,
     tokens: Sequence[int],
-    gather: Callable[[Piece], Future[Sequence[PageRead]]],
+    gather: Callable[[Piece], Future[Gathered]],
     is_stopped: Callable[[], bool],
 ) -> int:
     """Writes a slot's file; returns its size in bytes.
@@ -91,9 +109,9 @@ def save(
         TransferStopped: The caller has gone away; the same.
     """
     with SlotWriter.open(order.folder, order.filename, manifest, tokens) as writer:
-        for piece, reads in _ahead(manifest.pieces, gather):
+        for piece, gathered in _ahead(manifest.pieces, gather):
             _check_stop(is_stopped)
-            writer.add(piece, _joined([read.wait() for read in reads]))
+            writer.add(piece, gathered.wait(piece.span.num_tokens))
         _check_stop(is_stopped)
         return writer.publish()
 
@@ -145,10 +163,5 @@ def _check_stop(is_stopped: Callable[[], bool]) -> None:
         raise TransferStopped
 
 
-def _joined(contents: Sequence[PageContent]) -> PageContent:
-    if len(contents) == 1:
-        return contents[0]
-    return PageContent(
-        np.concatenate([content.keys for content in contents], axis=1),
-        np.concatenate([content.values for content in contents], axis=1),
-    )
+def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)

@@ -28,6 +28,8 @@ from engine.errors import (
 )
 
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
+# Of the server's own saves: clients cannot give such a name, and lists do not show it.
+_OWN_NAME = re.compile(r"\.autosave-([0-9]{1,6})")
 _TEMPORARY = re.compile(r"\.saving-[0-9a-f]{32}")
 _TENANT = re.compile(r"\.tenant-[0-9a-f]+")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -147,6 +149,16 @@ class SlotFolder:
             return []  # a tenant that has saved nothing has no folder yet
         return [file for file in found if file is not None]
 
+    def list_own(self) -> dict[int, str]:
+        """Returns the server's own saves by slot id.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        with _translated(""), self._opened() as folder:
+            matches = (_OWN_NAME.fullmatch(name) for name in sorted(os.listdir(folder)))
+            return {int(match[1]): match[0] for match in matches if match}
+
     def sweep(self) -> int:
         """Removes what dead processes left behind, for every tenant; returns how many files.
 
@@ -180,13 +192,18 @@ def is_name(filename: str) -> bool:
     return _NAME.fullmatch(filename) is not None and ".." not in filename
 
 
+def own_name(slot_id: int) -> str:
+    """The name of the server's own save of a slot."""
+    return f".autosave-{slot_id}"
+
+
 def check_name(filename: str) -> None:
-    """Refuses anything that is not one plain component; nothing is cleaned.
+    """Refuses anything that is neither one plain component nor our own; nothing is cleaned.
 
     Raises:
         InvalidField: It is not.
     """
-    if not is_name(filename):
+    if not is_name(filename) and not _OWN_NAME.fullmatch(filename):
         raise InvalidField(
             "filename",
             f"{filename[:80]!r} is not 1 to 255 of A-Z a-z 0-9 . _ - without leading or trailing "

@@ -11,9 +11,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.errors import IdentityPending, ModelFileChanged
@@ -102,6 +103,20 @@ class Identity:
         is_known = self._done.done() and self._done.exception() is None
         return self._done.result() if is_known else None
 
+    @contextmanager
+    def waiting(self) -> Generator[Future[str]]:
+        """Yields the fingerprint to come, which is hurried up meanwhile; it cannot be cancelled.
+
+        The future raises as `fingerprint`.
+        """
+        with self._lock:
+            self._num_waiting += 1
+        try:
+            yield self._done
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
     def fingerprint(self, timeout_s: float | None = None) -> str:
         """Waits for the fingerprint; None waits as long as it takes.
 
@@ -109,15 +124,11 @@ class Identity:
             IdentityPending: It was not there in time.
             ModelFileChanged: The file is not the one that was loaded, or cannot be read.
         """
-        with self._lock:
-            self._num_waiting += 1
-        try:
-            return self._done.result(timeout_s)
-        except FutureTimeout:
-            raise IdentityPending from None
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
+        with self.waiting() as done:
+            try:
+                return done.result(timeout_s)
+            except FutureTimeout:
+                raise IdentityPending from None
 
     def _content(self) -> str:
         stamps = self._source.stamps

@@ -25,9 +25,9 @@ from engine.slots.state_layout import (
     PIECE_TOKENS,
     LayerGroup,
     Piece,
-    Span,
     StateLayout,
-    are_spans,
+    WindowMark,
+    are_marks,
     pieces_of,
 )
 
@@ -64,8 +64,10 @@ class AdapterMark:
 class Manifest:
     """Everything about a saved state but its tokens, keys and values.
 
-    `windows` are the tokens whose sliding-window keys and values are held. `tenant` owns the state.
-    `model_name` is for people. `digests` are SHA-256 by tensor, hex; empty until they are known.
+    `marks` say where sliding-window layers can be continued, by rising position; a model without
+    them has none. Tokens from `moved_from` on were moved by a context shift (None: none was).
+    `tenant` owns the state, `model_name` is for people. `digests` are SHA-256 by tensor, hex; empty
+    until they are known.
     """
 
     fingerprint: str
@@ -74,13 +76,14 @@ class Manifest:
     model_name: str
     tenant: str
     num_tokens: int
-    windows: tuple[Span, ...]
+    marks: tuple[WindowMark, ...]
+    moved_from: int | None
     digests: Mapping[str, str]
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of the body, in file order, after the tokens."""
-        return pieces_of(self.traits.layout, self.num_tokens, self.windows)
+        return pieces_of(self.traits.layout, self.num_tokens, self.marks)
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,8 @@ def _render(manifest: Manifest, checksum: str) -> bytes:
         "model_name": manifest.model_name,
         "tenant": manifest.tenant,
         "num_tokens": str(manifest.num_tokens),
-        "windows": _json([[span.start, span.end] for span in manifest.windows]),
+        "marks": _json([[mark.lowest, mark.position] for mark in manifest.marks]),
+        "moved_from": "" if manifest.moved_from is None else str(manifest.moved_from),
     }
     tensors: dict[str, object] = {}
     for place in places_of(manifest):
@@ -231,9 +235,10 @@ def _manifest(metadata: Mapping[str, str], num_tokens: int) -> Manifest:
         raise ManifestError(f"the head has {num_tokens} tokens, the header another number")
     texts = {name: _text(metadata, name) for name in _TEXTS}
     layout = _layout(metadata)
-    windows = _windows(metadata, num_tokens)
-    if windows and layout.window is None:
-        raise ManifestError("window tokens without window layers")
+    marks = _marks(metadata, num_tokens)
+    if marks and layout.window is None:
+        raise ManifestError("marks of windows without window layers")
+    is_moved = bool(_text(metadata, "moved_from"))
     manifest = Manifest(
         fingerprint=texts["fingerprint"],
         traits=Traits(layout, texts["rope"], texts["tokenizer"], texts["sampled"]),
@@ -241,7 +246,8 @@ def _manifest(metadata: Mapping[str, str], num_tokens: int) -> Manifest:
         model_name=texts["model_name"],
         tenant=texts["tenant"],
         num_tokens=num_tokens,
-        windows=windows,
+        marks=marks,
+        moved_from=_integer(metadata, "moved_from", num_tokens) if is_moved else None,
         digests={},
     )
     digests = {place.name: _digest(metadata, place.name) for place in places_of(manifest)}
@@ -305,14 +311,14 @@ def _group(metadata: Mapping[str, str], name: str) -> LayerGroup:
     return LayerGroup(*sides)
 
 
-def _windows(metadata: Mapping[str, str], num_tokens: int) -> tuple[Span, ...]:
-    pairs = [_integers(pair, "windows", MAX_TOKENS) for pair in _listed(metadata, "windows")]
+def _marks(metadata: Mapping[str, str], num_tokens: int) -> tuple[WindowMark, ...]:
+    pairs = [_integers(pair, "marks", MAX_TOKENS) for pair in _listed(metadata, "marks")]
     if any(len(pair) != 2 for pair in pairs):
-        raise ManifestError("the metadata's windows are no pairs")
-    spans = tuple(Span(start, end) for start, end in pairs)
-    if not are_spans(spans, num_tokens):
-        raise ManifestError("the metadata's windows overlap, or lie outside the tokens")
-    return spans
+        raise ManifestError("the metadata's marks are no pairs")
+    marks = tuple(WindowMark(lowest, position) for lowest, position in pairs)
+    if not are_marks(marks, num_tokens):
+        raise ManifestError("the metadata's marks do not rise, or lie outside the tokens")
+    return marks
 
 
 def _adapters(metadata: Mapping[str, str]) -> tuple[AdapterMark, ...]:

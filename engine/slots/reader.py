@@ -40,6 +40,7 @@ from engine.slots.manifest import (
 from engine.slots.sequence_head import HEAD_BYTES, HeadError, read_length, unpack_tokens
 from engine.slots.state_layout import Piece
 from engine.step import PageContent
+from engine.types import AdapterScale
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,15 +49,15 @@ Bytes = npt.NDArray[np.uint8]
 class Acceptance:
     """What a server takes: whose state, under which adapters, of which tokens and how many.
 
-    `tenant` None takes every tenant's. `knows_adapters` says whether a set is loaded, `adapters`
-    names what is, for a refusal.
+    `tenant` None takes every tenant's. `scales_of` finds the loaded adapters of a set, None if one
+    is not loaded; `adapters` names those that are, for a refusal.
     """
 
     traits: Traits
     vocab_size: int
     context_tokens: int
     tenant: str | None
-    knows_adapters: Callable[[tuple[AdapterMark, ...]], bool]
+    scales_of: Callable[[tuple[AdapterMark, ...]], tuple[AdapterScale, ...] | None]
     adapters: str
 
 
@@ -107,7 +108,8 @@ class UnverifiedSlot:
         manifest = self._manifest
         if manifest.fingerprint != fingerprint:
             raise SlotFileMismatch("weights", fingerprint, manifest.fingerprint)
-        if not accepted.knows_adapters(manifest.adapters):
+        scales = accepted.scales_of(manifest.adapters)
+        if scales is None:
             raise SlotFileMismatch("adapters", accepted.adapters, _shown(manifest.adapters))
         tokens = self._body.tokens
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < accepted.vocab_size:
@@ -115,19 +117,31 @@ class UnverifiedSlot:
             raise SlotFileMismatch("token", f"0 to {accepted.vocab_size - 1}", str(worst))
         if manifest.num_tokens > accepted.context_tokens:
             raise SlotContextTooSmall(manifest.num_tokens, accepted.context_tokens)
-        return VerifiedSlot(self.filename, self._descriptor, manifest, self._body)
+        return VerifiedSlot(self.filename, self._descriptor, manifest, self._body, scales)
 
 
 class VerifiedSlot:
-    """State of this very model; made by `UnverifiedSlot.verify` alone, and as long open as that."""
+    """State of this very model; made by `UnverifiedSlot.verify` alone, and as long open as that.
 
-    def __init__(self, filename: str, descriptor: int, manifest: Manifest, body: _Body) -> None:
+    `scales` are the loaded adapters that it was made under.
+    """
+
+    def __init__(
+        self,
+        filename: str,
+        descriptor: int,
+        manifest: Manifest,
+        body: _Body,
+        scales: tuple[AdapterScale, ...],
+    ) -> None:
         self.filename = filename
         self.size_bytes = body.size_bytes
         self.tokens: tuple[int, ...] = tuple(body.tokens.tolist())
         self.pieces = manifest.pieces
-        self.windows = manifest.windows
+        self.marks = manifest.marks
+        self.moved_from = manifest.moved_from
         self.adapters = manifest.adapters
+        self.scales = scales
         self.tenant = manifest.tenant
         self._descriptor = descriptor
         self._manifest = manifest

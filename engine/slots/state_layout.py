@@ -7,7 +7,7 @@ dim]. Layers that see everything are kept whole, sliding-window layers in the sp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -81,6 +81,18 @@ class Span:
 
 
 @dataclass(frozen=True)
+class WindowMark:
+    """Sliding-window layers can continue the sequence at `lowest` to `position` tokens."""
+
+    lowest: int
+    position: int
+
+    def span(self, window_tokens: int) -> Span:
+        """The tokens whose keys and values that takes."""
+        return Span(max(0, self.lowest - window_tokens + 1), self.position)
+
+
+@dataclass(frozen=True)
 class Piece:
     """The keys and values of consecutive tokens in the layers of one pool."""
 
@@ -102,18 +114,32 @@ class Piece:
         )
 
 
-def pieces_of(layout: StateLayout, num_tokens: int, windows: Sequence[Span]) -> tuple[Piece, ...]:
+def pieces_of(
+    layout: StateLayout, num_tokens: int, marks: Sequence[WindowMark]
+) -> tuple[Piece, ...]:
     """Returns the pieces of a state, in the order in which a file has them."""
     spans = [(PoolKind.KV, Span(0, num_tokens))] if layout.full.num_layers else []
+    windows = _union(mark.span(layout.window_tokens) for mark in marks)
     spans += [(PoolKind.SWA, span) for span in windows]
     return tuple(Piece(kind, cut) for kind, span in spans for cut in _cuts(span))
 
 
-def are_spans(windows: Sequence[Span], num_tokens: int) -> bool:
-    """Whether spans rise, do not touch, are not empty and lie inside so many tokens."""
-    return all(0 <= span.start < span.end <= num_tokens for span in windows) and all(
-        before.end < after.start for before, after in pairwise(windows)
+def are_marks(marks: Sequence[WindowMark], num_tokens: int) -> bool:
+    """Whether marks rise and lie inside so many tokens."""
+    return all(1 <= mark.lowest <= mark.position <= num_tokens for mark in marks) and all(
+        before.position < after.position for before, after in pairwise(marks)
     )
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same tokens in spans that rise and do not touch."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start <= merged[-1].end:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+        else:
+            merged.append(span)
+    return merged
 
 
 def _cuts(span: Span) -> Iterator[Span]:

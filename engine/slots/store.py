@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.slots.file_work import RestoreOrder, SaveOrder
-from engine.slots.folder import SavedFile, SlotFolder
+from engine.slots.folder import SavedFile, SlotFolder, own_name
 from engine.slots.identity import Identity
 from engine.slots.manifest import AdapterMark
 from engine.slots.reader import Acceptance, open_slot
+from engine.types import AdapterInfo, AdapterScale
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,9 @@ class StoredSlot:
     refusal: EngineError | None
 
 
-@dataclass(frozen=True)
-class LoadedAdapters:
-    """Which adapter sets can be restored: `knows` asks for one, `shown` names what is loaded."""
-
-    knows: Callable[[tuple[AdapterMark, ...]], bool]
-    shown: Callable[[], str]
-
-
-def no_adapters() -> LoadedAdapters:
+def no_adapters() -> Sequence[AdapterInfo]:
     """Those of an engine without adapters: state under any set is refused."""
-    return LoadedAdapters(knows=lambda marks: not marks, shown=lambda: "none")
+    return ()
 
 
 class SlotStore:
@@ -50,14 +43,14 @@ class SlotStore:
         *,
         vocab_size: int,
         context_tokens: int,
-        adapters: LoadedAdapters | None = None,
+        adapters: Callable[[], Sequence[AdapterInfo]] = no_adapters,
     ) -> None:
-        """`root` must exist; `context_tokens` are those of a slot."""
+        """`root` must exist; `context_tokens` are those of a slot; `adapters` are loaded now."""
         self.identity = identity
         self._root = root
         self._vocab_size = vocab_size
         self._context_tokens = context_tokens
-        self._adapters = adapters or no_adapters()
+        self._adapters = adapters
 
     def sweep(self) -> int:
         """Removes what saves of dead processes left; returns how many files.
@@ -86,6 +79,26 @@ class SlotStore:
         accepted = self._accepted(None if owns_all else tenant)
         return RestoreOrder(SlotFolder(self._root, tenant), filename, fingerprint, accepted)
 
+    def autosave_order(self, slot_id: int, fingerprint: str) -> SaveOrder:
+        """What the server's own save of a slot takes; the file knows whose state it is."""
+        return self.save_order(own_name(slot_id), "", fingerprint)
+
+    def autosaved(self) -> dict[int, str]:
+        """Returns the server's own saves by slot id.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        return SlotFolder(self._root).list_own()
+
+    def delete_autosave(self, slot_id: int) -> None:
+        """Deletes the server's own save of a slot.
+
+        Raises:
+            SlotFileNotFound, SlotFileCorrupt, SlotIo: As `SlotFolder.delete`.
+        """
+        SlotFolder(self._root).delete(own_name(slot_id))
+
     def refuse_early(self, filename: str, tenant: str, *, owns_all: bool = False) -> None:
         """Looks at a file before anything waits for the identity or for a slot.
 
@@ -95,7 +108,9 @@ class SlotStore:
         with open_slot(SlotFolder(self._root, tenant), filename) as slot:
             slot.refuse_early(self._accepted(None if owns_all else tenant))
 
-    def list(self, tenant: str, *, after: str, limit: int) -> tuple[Sequence[StoredSlot], bool]:
+    def list(
+        self, tenant: str, *, after: str, limit: int, owns_all: bool = False
+    ) -> tuple[Sequence[StoredSlot], bool]:
         """Returns at most `limit` files behind the name `after`, and whether there are more.
 
         Raises:
@@ -103,7 +118,9 @@ class SlotStore:
         """
         folder = SlotFolder(self._root, tenant)
         files = [file for file in folder.list() if file.filename > after]
-        return [self._describe(folder, file) for file in files[:limit]], len(files) > limit
+        accepted = self._accepted(None if owns_all else tenant)
+        shown = [self._describe(folder, file, accepted) for file in files[:limit]]
+        return shown, len(files) > limit
 
     def delete(self, filename: str, tenant: str) -> int:
         """Deletes a file; returns its size.
@@ -113,12 +130,11 @@ class SlotStore:
         """
         return SlotFolder(self._root, tenant).delete(filename)
 
-    def _describe(self, folder: SlotFolder, file: SavedFile) -> StoredSlot:
+    def _describe(self, folder: SlotFolder, file: SavedFile, accepted: Acceptance) -> StoredSlot:
         try:
             with open_slot(folder, file.filename) as slot:
                 shown = (slot.num_tokens, slot.model_name, slot.fingerprint)
                 try:
-                    accepted = self._accepted(folder.tenant)
                     slot.refuse_early(accepted)
                     fingerprint = self.identity.known()
                     if fingerprint is not None:
@@ -135,6 +151,13 @@ class SlotStore:
             vocab_size=self._vocab_size,
             context_tokens=self._context_tokens,
             tenant=tenant,
-            knows_adapters=self._adapters.knows,
-            adapters=self._adapters.shown(),
+            scales_of=self._scales_of,
+            adapters=", ".join(adapter.name for adapter in self._adapters()) or "none",
         )
+
+    def _scales_of(self, marks: tuple[AdapterMark, ...]) -> tuple[AdapterScale, ...] | None:
+        """Finds the adapters of a set by their content, None if one is not loaded."""
+        by_content = {one.digest.hex(): one.adapter_id for one in self._adapters()}
+        if any(mark.content not in by_content for mark in marks):
+            return None
+        return tuple(AdapterScale(by_content[mark.content], mark.scale) for mark in marks)

@@ -61,9 +61,16 @@ class Slot:
         return self.root.tenant if self.root else ""
 
 
+@dataclass(eq=False)
+class Holding:
+    """Pages that are held outside of any slot: of a slot that is being restored, or was displaced."""
+
+    pages: list[int]
+
+
 @dataclass(frozen=True)
 class _PageUse:
-    """Which pages busy slots hold, which only idle ones do, and when that was so."""
+    """Which pages busy slots and holdings hold, which only idle slots do, and when that was so."""
 
     at: tuple[int, tuple[bool, ...]]
     busy: frozenset[int]
@@ -99,6 +106,7 @@ class SlotTable:
         self._similarity = similarity
         self._num_releases = 0
         self._slots = tuple(Slot(slot_id) for slot_id in range(num_slots))
+        self.holdings: list[Holding] = []
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -216,6 +224,8 @@ class SlotTable:
         pages: Sequence[int],
         window: WindowHeld | None = None,
         checkpoints: Sequence[Checkpoint] = (),
+        *,
+        marked_from: int | None = None,
     ) -> None:
         """Makes an idle slot hold a state that somebody put into pages, and lists it.
 
@@ -229,11 +239,13 @@ class SlotTable:
             pages: Their kv pages in order, exactly as many as they need, each with one holder that
                 becomes the slot.
             window: Likewise of the swa pool, trimmed; None where the model has no windows.
+            marked_from: First token that was moved from elsewhere, None if none was.
             checkpoints: Where else the sequence can be continued. They get holders of their own on
                 the pages that they name, so the caller gives its own back.
         """
         self.truncate(slot, 0)
         slot.root, slot.tokens, slot.pages = root, list(tokens), list(pages)
+        slot.marked_from = marked_from
         if window is not None:
             slot.window = window
         self.release(slot)
@@ -267,7 +279,8 @@ class SlotTable:
         at = (self._pages.num_changes, tuple(slot.is_idle for slot in self._slots))
         use = self._use
         if use is None or use.at != at:
-            busy = frozenset(p for s in self._slots if not s.is_idle for p in s.pages)
+            held = (s.pages for s in self._slots if not s.is_idle)
+            busy = frozenset(p for pages in (*held, *self._outside()) for p in pages)
             idle = frozenset(p for s in self._slots if s.is_idle for p in s.pages) - busy
             use = self._use = _PageUse(at, busy, idle)
         return use.busy, use.idle
@@ -277,6 +290,24 @@ class SlotTable:
         busy = {p for s in self._slots if not s.is_idle for p in s.window.page_ids if p}
         idle = {p for s in self._slots if s.is_idle for p in s.window.page_ids if p}
         return len(busy), len(idle - busy)
+
+    def hold(self, page_ids: Sequence[int], *, shared: bool = False) -> Holding:
+        """Becomes the holder of allocated pages or, if they are `shared`, one more holder."""
+        if shared:
+            self._pages.share(page_ids)
+        held = Holding(list(page_ids))
+        self.holdings.append(held)
+        return held
+
+    def take(self, held: Holding) -> list[int]:
+        """Ends a holding without giving its pages back: the caller holds them now."""
+        self.holdings.remove(held)
+        return held.pages
+
+    def drop(self, held: Holding) -> None:
+        """Ends a holding, if it has not ended yet, and gives its pages back."""
+        if held in self.holdings:
+            self._pages.release(self.take(held))
 
     def evict_one(self, *, besides: Slot | None = None) -> bool:
         """Empties the least recently used idle slot that holds pages; False if there is none."""
@@ -289,6 +320,10 @@ class SlotTable:
     def empty_all(self) -> None:
         """Empties every slot and the prefix index: no page holds anything any more."""
         self.index.clear()
+        for held in list(self.holdings):
+            self.drop(held)
+        for checkpoint in self.checkpoints.all():
+            checkpoint.drop()
         for slot in self._slots:
             slot.nodes.clear()
             self.truncate(slot, 0)
@@ -301,7 +336,7 @@ class SlotTable:
         """
         self.index.check_integrity()
         held = [slot.pages for slot in self._slots]
-        self._pages.check_integrity([*held, self.index.held_pages()])
+        self._pages.check_integrity([*held, *self._outside(), self.index.held_pages()])
         if self._windows:
             self._windows.check_integrity((slot.window, len(slot.tokens)) for slot in self._slots)
         self._check_roots()
@@ -318,6 +353,9 @@ class SlotTable:
                     f"slot {slot.slot_id} holds {len(slot.tokens)} tokens in a context of "
                     f"{self.context_tokens}"
                 )
+
+    def _outside(self) -> list[list[int]]:
+        return [held.pages for held in self.holdings]
 
     def _vouches(self, index: int, slot: Slot) -> bool:
         """Whether the slot still holds all tokens of one of its listed pages."""

@@ -50,12 +50,14 @@ class WindowHeld:
     """What one slot holds of the swa pool.
 
     The first `num_behind` entries of `page_ids` lie behind the window and are 0, the others are
-    held. `trimmed_at` is the sequence's length at the last trim.
+    held. `trimmed_at` is the sequence's length at the last trim. The sequence cannot be cut below
+    `lowest` tokens (0: anywhere): what came from elsewhere may fill its first page in part only.
     """
 
     page_ids: list[int] = field(default_factory=list[int])
     num_behind: int = 0
     trimmed_at: int = 0
+    lowest: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -96,7 +98,7 @@ class WindowPages:
         start = held.num_behind * self.policy.page_tokens
         return Checkpoint(
             position=num_tokens,
-            lowest=start + self.policy.window - 1 if start else 1,
+            lowest=max(held.lowest, start + self.policy.window - 1 if start else 1),
             first_page=held.num_behind,
             window_pages=tuple(held.page_ids[held.num_behind :]),
         )
@@ -109,6 +111,7 @@ class WindowPages:
         self.pages.share(shared)
         held.page_ids = [SINK_PAGE] * first + list(shared)
         held.num_behind = first
+        held.lowest = checkpoint.lowest
         self.checkpoints.touch(checkpoint)
         self.trim(held, num_tokens)
 
@@ -135,10 +138,14 @@ class WindowPages:
         del held.page_ids[keep:]
         held.num_behind = min(held.num_behind, keep)
         held.trimmed_at = min(held.trimmed_at, num_tokens)
+        if not num_tokens:
+            held.lowest = 0
         return self.pages.release(gone)
 
     def can_continue(self, held: WindowHeld, num_tokens: int) -> bool:
         """Returns whether all that the token after the first `num_tokens` sees is still held."""
+        if 0 < num_tokens < held.lowest:
+            return False
         first = self.policy.first_needed(num_tokens) // self.policy.page_tokens
         end = pages_for(num_tokens, self.policy.page_tokens)
         return len(held.page_ids) >= end and (first >= held.num_behind or first >= end)

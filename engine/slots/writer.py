@@ -60,14 +60,15 @@ class SlotWriter:
 
         Args:
             piece: Which.
-            content: Its keys and values; tokens beyond the piece's are left out.
+            content: Its keys and values.
 
         Raises:
             OSError: The disk refuses.
         """
         assert piece == self._left.pop(), "the pieces come in the manifest's order"
         for name, array in zip(piece.names, (content.keys, content.values), strict=True):
-            self._tensor(name, array[:, : piece.span.num_tokens])
+            assert array.shape[1] == piece.span.num_tokens
+            self._tensor(name, array)
 
     def publish(self) -> int:
         """Completes the file and gives it its name; returns its size in bytes.

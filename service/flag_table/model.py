@@ -208,8 +208,17 @@ CONTEXT = (
         ("--slot-save-path",),
         path("DIR"),
         "slot_save_path",
-        "folder of slot files, which must exist; opens POST /slots/{id}. For now only "
-        "action=erase works there: save and restore answer 501",
+        "folder of slot files, which must exist; opens POST /slots/{id}",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
+        ("--slot-autosave",),
+        SWITCH,
+        "slot_autosave",
+        "save every idle slot when the server is stopped, within --shutdown-timeout, and restore "
+        "it after the next start; needs --slot-save-path",
+        default=False,
         scope=Scope.SERVICE,
         group=_CONTEXT,
     ),

@@ -28,13 +28,15 @@ from kvarts.v1 import (
 
 from engine.engine import Engine
 from engine.errors import TemplateError
+from engine.memory.planner import plan_memory
 from engine.step import StepBatch
 from engine.types import EngineConfig, EventSink
 from service.defaults import GenerationDefaults
 from service.loaded import LoadedModel, ModelFacts, ModelNames
 from service.options import ModelSource, ServiceOptions
 from service.server import READY_SERVICE, Server
-from tests.fakes import FakeRunner, FakeTokenizer, fake_engine
+from tests.fakes import FakeRunner, FakeTokenizer, fake_engine, fake_shape, fitting_runner
+from tests.slot_stores import fake_store
 
 GenerateRequest = generation_pb2.GenerateRequest
 GenerateResponse = generation_pb2.GenerateResponse
@@ -114,7 +116,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.commands: asyncio.Queue[str] = asyncio.Queue()
-        for name in ("submit", "cancel", "erase_slot"):
+        for name in ("submit", "cancel", "erase_slot", "transfer_slot"):
             self._watch(name)
         channel = self.channel
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -178,20 +180,26 @@ async def serving(
     clock: Callable[[], float] | None = None,
     window: int | None = None,
     model: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
     stall_limit_s: float = 30.0,
     stop_s: float = 5.0,
     channel_options: Sequence[tuple[str, int]] = (),
     **changes: Any,
 ) -> AsyncGenerator[Serving]:
     """Starts a server, loads the fake model, and stops both."""
-    server = Server(options(engine=config, **changes), stall_limit_s=stall_limit_s)
+    told = options(engine=config, **changes)
+    server = Server(told, stall_limit_s=stall_limit_s)
     await server.start()
     engines: list[Engine] = []
+    plan = plan_memory(config, fake_shape(window), 1 << 20)
+    root = Path(told.slot_save_path) if told.slot_save_path else None
 
     def load(sink: EventSink) -> LoadedModel:
-        engine = fake_engine(sink, config=config, runner=runner, clock=clock, window=window)
+        device = runner or fitting_runner(plan)
+        engine = fake_engine(sink, config=config, runner=device, clock=clock, window=window)
         engines.append(engine)
-        return fake_model(engines[0], **(model or {}))
+        store = None if root is None else fake_store(root, device, plan, **(identity or {}))
+        return fake_model(engines[0], **({"slot_store": store} | dict(model or {})))
 
     await server.load(load)
     target = f"127.0.0.1:{server.port}"

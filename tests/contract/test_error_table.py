@@ -311,16 +311,6 @@ async def test_without_a_slot_directory(method: str, request_: Any) -> None:
     assert (failed.code, failed.reason) == (Code.UNIMPLEMENTED, "SLOT_SAVE_DISABLED")
 
 
-@pytest.mark.parametrize(("method", "request_"), SLOT_FILE_CALLS)
-async def test_with_a_slot_directory(method: str, request_: Any) -> None:
-    async with serving(slot_save_path="slots") as it:
-        info = (await it.model.GetServerInfo(model_pb2.GetServerInfoRequest())).info
-        failed = await failure(getattr(it.slots, method)(request_))
-    assert info.features.slot_files
-    assert (failed.code, failed.reason) == (Code.UNIMPLEMENTED, "NOT_SUPPORTED")
-    assert "slot" in failed.metadata["feature"]
-
-
 @pytest.mark.parametrize(
     ("method", "request_"),
     [

@@ -12,9 +12,10 @@ from engine.slots.fingerprint import Traits
 from engine.slots.folder import SlotFolder
 from engine.slots.manifest import AdapterMark, Manifest
 from engine.slots.reader import Acceptance, open_slot
-from engine.slots.state_layout import LayerGroup, Piece, Span, StateLayout
+from engine.slots.state_layout import LayerGroup, Piece, StateLayout, WindowMark
 from engine.slots.writer import SlotWriter
 from engine.step import PageContent
+from engine.types import AdapterScale
 
 VOCAB = 300
 LAYOUT = StateLayout(
@@ -28,8 +29,8 @@ FINGERPRINT = "cc"
 NAME = "one.slot"
 
 
-def knows_none(adapters: tuple[AdapterMark, ...]) -> bool:
-    return not adapters
+def no_scales(adapters: tuple[AdapterMark, ...]) -> tuple[AdapterScale, ...] | None:
+    return None if adapters else ()
 
 
 ACCEPTED = Acceptance(
@@ -37,7 +38,7 @@ ACCEPTED = Acceptance(
     vocab_size=VOCAB,
     context_tokens=1024,
     tenant=None,
-    knows_adapters=knows_none,
+    scales_of=no_scales,
     adapters="none",
 )
 
@@ -62,8 +63,7 @@ def make_state(
 ) -> State:
     """A state whose window layers hold their last tokens."""
     rng = np.random.default_rng(seed)
-    start = max(0, num_tokens - 40)
-    windows = (Span(start, num_tokens),) if layout.window and num_tokens else ()
+    marks = (WindowMark(max(1, num_tokens - 17), num_tokens),)
     manifest = Manifest(
         fingerprint=FINGERPRINT,
         traits=replace(TRAITS, layout=layout),
@@ -71,7 +71,8 @@ def make_state(
         model_name="Tiny",
         tenant="",
         num_tokens=num_tokens,
-        windows=windows,
+        marks=marks if layout.window and num_tokens else (),
+        moved_from=None,
         digests={},
     )
     manifest = replace(manifest, **changes)

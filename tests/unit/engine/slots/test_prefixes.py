@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.errors import KvPagesExhausted
 from engine.failpoints import Failpoints
 from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator
@@ -251,13 +252,13 @@ def test_checkpoints_make_room_for_running_windows() -> None:
 def restored(lanes: Lanes, tokens: list[int], slot_id: int) -> None:
     """Carries slot 0's state through the host into pages of another slot, and erases slot 0."""
     source, slot = lanes.table.slot(0), lanes.table.slot(slot_id)
-    pages = lanes.room.take(-(-len(tokens) // PAGE), besides=slot, may_evict=True)
-    assert pages is not None
-    for old, new in zip(source.pages, pages, strict=True):
+    taken = lanes.room.reserve(-(-len(tokens) // PAGE), 0, slot, may_evict=True)
+    assert taken is not None
+    for old, new in zip(source.pages, taken.pages, strict=True):
         content = lanes.runner.read_pages(PoolKind.KV, [old]).wait()
         lanes.runner.write_pages(PoolKind.KV, [new], content)
     lanes.table.erase(source)
-    lanes.table.adopt(slot, root(Request("r", ())), tokens, pages)
+    lanes.table.adopt(slot, root(Request("r", ())), tokens, taken.pages)
     lanes.table.check_integrity()
 
 
@@ -277,9 +278,11 @@ def test_pages_for_a_state_are_not_taken_from_others_unasked() -> None:
     lanes = Lanes(size=4)
     lanes.serve(0, range(10))
     slot = lanes.table.slot(1)
-    assert lanes.room.take(2, besides=slot, may_evict=False) is None
+    assert lanes.room.reserve(2, 0, slot, may_evict=False) is None
     assert lanes.table.slot(0).tokens
-    taken = lanes.room.take(2, besides=slot, may_evict=True)
+    taken = lanes.room.reserve(2, 0, slot, may_evict=True)
     assert taken is not None
-    assert len(taken) == 2
-    assert lanes.room.take(9, besides=slot, may_evict=True) is None
+    assert len(taken.pages) == 2
+    lanes.table.hold(taken.pages)
+    with pytest.raises(KvPagesExhausted):
+        lanes.room.reserve(9, 0, slot, may_evict=True)

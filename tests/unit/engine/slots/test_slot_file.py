@@ -25,7 +25,7 @@ from engine.slots.folder import SlotFolder
 from engine.slots.manifest import AdapterMark
 from engine.slots.reader import open_slot
 from engine.slots.sequence_head import HEAD_BYTES
-from engine.slots.state_layout import LayerGroup, Span, StateLayout
+from engine.slots.state_layout import LayerGroup, Span, StateLayout, WindowMark
 from tests.unit.engine.slots.saved import (
     ACCEPTED,
     FINGERPRINT,
@@ -311,10 +311,13 @@ def _rewritten(data: bytes, old: str, new: str) -> bytes:
         ('"full":"[1,1,2,1,2]"', '"full":"[1,1,2,1,1e9]"'),
         ('"full":"[1,1,2,1,2]"', '"full":"[true,1,2,1,2]"'),
         ('"full":"[1,1,2,1,2]"', '"full":"' + "[" * 16000 + '"'),
-        ('"windows":"[[0,9]]"', '"windows":"[[0,10]]"'),
-        ('"windows":"[[0,9]]"', '"windows":"[[0,5],[4,9]]"'),
-        ('"windows":"[[0,9]]"', '"windows":"[[9,0]]"'),
-        ('"windows":"[[0,9]]"', '"windows":"[0,9]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[[1,10]]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[[1,9],[1,9]]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[[0,9]]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[[9,1]]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[1,9]"'),
+        ('"moved_from":""', '"moved_from":"10"'),
+        ('"moved_from":""', '"moved_from":"-1"'),
         ('"window":"[1,1,2,1,2]"', '"window":""'),
         ('"adapters":"[]"', '"adapters":"[[1,2]]"'),
         ('"adapters":"[]"', r'"adapters":"[[\"a\",\"nan\"]]"'),
@@ -360,14 +363,18 @@ def test_random_damage_is_refused_in_little_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before <= 8 << 10
 
 
-def test_a_window_in_two_spans_is_kept(folder: SlotFolder):
-    state = make_state(300, windows=(Span(0, 30), Span(270, 300)))
-    state.write(folder)
+def test_windows_are_kept_where_they_can_be_continued(folder: SlotFolder):
+    """A window of 24 before token 40 is 17 to 39; marks that touch share their tokens."""
+    marks = (WindowMark(40, 40), WindowMark(60, 62), WindowMark(290, 300))
+    make_state(300, marks=marks, moved_from=7).write(folder)
     _, contents = read_state(folder)
     assert [piece.span for piece in contents if piece.kind.value == "swa"] == [
-        Span(0, 30),
-        Span(270, 300),
+        Span(17, 62),
+        Span(267, 300),
     ]
+    with open_slot(folder, NAME) as slot:
+        verified = slot.verify(ACCEPTED, FINGERPRINT)
+    assert (verified.marks, verified.moved_from) == (marks, 7)
 
 
 def test_the_identity_of_a_file_shows_without_its_body(folder: SlotFolder):

@@ -1,0 +1,68 @@
+"""What the scheduler is given, and hands on to its saves and restores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.adapters.effective import SetMember, make_set
+from engine.adapters.loaded import LoadedAdapters
+from engine.errors import EngineError
+from engine.failpoints import Failpoints
+from engine.generation import ChainFactory, TextFactory, TokenText
+from engine.memory.prefix_index import PrefixRoot
+from engine.scheduling.transfers import TransferParts
+from engine.slots.engine_calls import EngineCalls
+from engine.slots.manifest import AdapterMark
+from engine.step import Runner
+from engine.types import Request
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The runner returned a NaN or an infinity."""
+
+
+@dataclass(frozen=True)
+class SchedulerParts:
+    """What the scheduler is given. `chunk_tokens` bounds the prompt tokens of one step.
+
+    `prefix_root` says what a request's prefixes must agree in before their tokens are compared.
+    `clock` is monotonic, in seconds. `draw_seed` makes the seed of a request that names none, in
+    0 .. 2^32 - 1; `new_error_id` names a fault, so that a client's report finds the log line.
+    `start_file_work` runs something on another thread, which asks for work here through `calls`.
+    """
+
+    runner: Runner
+    tokenizer: TokenText
+    begin_chain: ChainFactory
+    begin_text: TextFactory
+    prefix_root: Callable[[Request, bytes], PrefixRoot]
+    adapters: LoadedAdapters
+    clock: Callable[[], float]
+    draw_seed: Callable[[], int]
+    new_error_id: Callable[[], str]
+    chunk_tokens: int
+    calls: EngineCalls
+    start_file_work: Callable[[Callable[[], None]], None]
+    failpoints: Failpoints = field(default_factory=Failpoints)
+
+    def for_transfers(
+        self,
+        as_engine_error: Callable[[Exception], EngineError],
+        on_pool_lost: Callable[[], None],
+    ) -> TransferParts:
+        """Returns what saves and restores need of it."""
+        return TransferParts(
+            store=self.runner,
+            calls=self.calls,
+            start=self.start_file_work,
+            clock=self.clock,
+            as_engine_error=as_engine_error,
+            root_of=self._root_of,
+            on_pool_lost=on_pool_lost,
+        )
+
+    def _root_of(self, tenant: str, adapters: tuple[AdapterMark, ...]) -> PrefixRoot:
+        """The root under which a tenant's requests with a set of adapters will look."""
+        members = (SetMember(0, 0, bytes.fromhex(m.content), m.scale) for m in adapters)
+        return self.prefix_root(Request("", (), tenant=tenant), make_set(members).key)
