@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -98,9 +98,7 @@ def plan_arena(file: GgufFile, names: Iterable[str], *, tiled: bool = False) -> 
     next_block = 0
     for name in names:
         count, rows, cols = _stack_shape(file, _find(file, name))
-        layout = _matrix_layout(file, _find(file, name))
-        if tiled and layout.kind != "dense":
-            layout = replace(layout, is_tiled=True)
+        layout = _matrix_layout(file, _find(file, name), tiled=tiled)
         codes, scales, offsets = layout.plane_blocks(rows, cols)
         matrices[name] = Matrix(
             name,
@@ -192,8 +190,8 @@ def _stack_shape(file: GgufFile, info: TensorInfo) -> tuple[int, int, int]:
     return (count[0] if count else 1), rows, cols
 
 
-def _matrix_layout(file: GgufFile, info: TensorInfo) -> Layout:
-    layout = layout_for(info.ggml_type)
+def _matrix_layout(file: GgufFile, info: TensorInfo, *, tiled: bool) -> Layout:
+    layout = layout_for(info.ggml_type, tiled=tiled)
     if layout is None:
         raise _unsupported(file, info, f"has type {info.ggml_type.name}, which no layout holds")
     return layout
@@ -248,22 +246,17 @@ def _target(data: Bytes, matrix: Matrix) -> Planes:
     groups = 1 if layout.group is None else matrix.cols // layout.group
     rows = padded_rows(matrix.rows)
 
-    def view(first_block: int | None, row_bytes: int) -> npt.NDArray[Any] | None:
+    def numbers(first_block: int | None) -> npt.NDArray[Any] | None:
         if first_block is None:
             return None
-        start = first_block * BLOCK_BYTES
+        start, row_bytes = first_block * BLOCK_BYTES, layout.scale_row_bytes(matrix.cols)
         plane = data.reshape(-1)[start : start + rows * row_bytes]
         if layout.is_tiled:
-            return plane.reshape(rows // TILE_ROWS, groups, -1)
-        return plane.reshape(rows, groups, -1)
+            return plane.reshape(rows // TILE_ROWS, -1)
+        dtype = np.float16 if layout.scale_dtype == "f16" else np.float32
+        return plane.view(dtype).reshape(rows, groups)
 
-    def numbers(first_block: int | None) -> npt.NDArray[Any] | None:
-        plane = view(first_block, layout.scale_row_bytes(matrix.cols))
-        if plane is None:
-            return None
-        typed = plane.view(np.float16 if layout.scale_dtype == "f16" else np.float32)
-        return typed if layout.is_tiled else typed[..., 0]
-
-    codes = view(matrix.codes_block, layout.code_row_bytes(matrix.cols))
-    assert codes is not None
+    start, row_bytes = matrix.codes_block * BLOCK_BYTES, layout.code_row_bytes(matrix.cols)
+    codes = data.reshape(-1)[start : start + rows * row_bytes]
+    codes = codes.reshape(rows // TILE_ROWS if layout.is_tiled else rows, groups, -1)
     return Planes(codes, numbers(matrix.scales_block), numbers(matrix.offsets_block))

@@ -35,9 +35,9 @@ _TARGETS = (
     "kvarts_recur",
 )
 # Numbers of kernels.h.
-_KINDS = {"dense": 0, "q8": 1, "q4": 2}
+_KINDS = {"dense": 0, "q8": 1, "q4": 2, "iq4": 3, "mx4": 4}
+_NUMBERS = {"f32": 0, "f16": 1, "bf16": 2, "f16x8": 3, "e8": 4}
 _GATINGS = {"softmax": 0, "sigmoid": 1, "chosen_softmax": 2}
-_NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
 
 
 def isa() -> str | None:
@@ -312,13 +312,14 @@ def recur(
 
 
 def _described(layouts: Sequence[Layout]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """(kind, number, group, has offset) of each layout, flat."""
+    """(kind, number, group, has offset, bound of codes) of each layout, flat."""
     numbers = [
         (
             _KINDS[layout.kind],
             _NUMBERS[layout.dtype or layout.scale_dtype or "f32"],
             layout.group or 0,
             int(layout.has_offset),
+            layout.code_bound,
         )
         for layout in layouts
     ]

@@ -104,7 +104,7 @@ ffi::Error ExpertProducts(ffi::ThreadPool pool, Bytes arena, Table table, ffi::B
     const int32_t end[4] = {entry[0], (int32_t)(entry[1] + reach), (int32_t)(entry[2] + reach), (int32_t)(entry[3] + reach)};
     if (const char* wrong = read_matrix(arena, end, layouts, rows[s], cols, &last)) return invalid(wrong);
     if (const char* wrong = read_matrix(arena, entry, layouts, rows[s], cols, &firsts[s])) return invalid(wrong);
-    (last.kind == Kind::kDense ? is_dense : is_quantised) = true;
+    (last.index < 0 ? is_dense : is_quantised) = true;
   }
 
   const Kernels& kernels = chosen();

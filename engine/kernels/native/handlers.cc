@@ -73,7 +73,7 @@ ffi::Error Gather(Bytes arena, ffi::BufferR1<ffi::S32> entry, ffi::BufferR1<ffi:
   return ffi::Error::Success();
 }
 
-// `layouts` has (kind, number, group, has_offset) per layout that the matrices may have; `table`
+// `layouts` has (kind, number, group, has_offset, bound) per layout that the matrices may have; `table`
 // per matrix (layout, codes, scales, offsets), the planes as 64-byte blocks of the arena.
 ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> table, ffi::BufferR2<ffi::F32> x,
                    ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts) try {
@@ -94,7 +94,7 @@ ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> ta
   for (size_t i = 0; i < rows.size(); ++i) {
     Matrix m;
     if (const char* wrong = read_matrix(arena, table.typed_data() + 4 * i, layouts, rows[i], cols, &m)) return invalid(wrong);
-    is_quantised |= m.kind != Kind::kDense;
+    is_quantised |= m.index >= 0;
     matrices.push_back(m);
     first_tiles.push_back(tiles);
     outs.push_back(out);

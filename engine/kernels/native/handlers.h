@@ -24,37 +24,41 @@ using Layouts = ffi::Span<const int64_t>;
 // Bytes that whole tiles hold `rows` rows in.
 inline int64_t code_bytes(const Matrix& m, int64_t rows) {
   const int64_t count = (rows + kTile - 1) / kTile * kTile * m.cols;
-  if (m.kind == Kind::kQ4) return count / 2;
-  return m.kind == Kind::kQ8 ? count : count * (m.number == Float::kF32 ? 4 : 2);
+  if (m.index < 0) return count * (m.format.number == Float::kF32 ? 4 : 2);
+  return m.format.kind == Kind::kQ8 ? count : count / 2;
 }
 
 inline int64_t scale_bytes(const Matrix& m, int64_t rows) {
-  return (rows + kTile - 1) / kTile * kTile * (m.cols / m.group) * (m.number == Float::kF32 ? 4 : 2);
+  return (rows + kTile - 1) / kTile * tile_scale_bytes(m.format, m.cols);
 }
 
-// Whether the kernels know such a matrix.
-inline bool is_known(const Matrix& m) {
-  if (m.kind == Kind::kDense) return m.number == Float::kF32 || m.number == Float::kF16 || m.number == Float::kBf16;
-  const bool is_grouped = (m.kind == Kind::kQ4 || m.kind == Kind::kQ8) && (m.group == 16 || m.group == 32);
-  return is_grouped && (m.number == Float::kF32 || m.number == Float::kF16) && m.cols % 32 == 0;
+// Whether the kernels know such a matrix; finds its format.
+inline bool is_known(Matrix& m) {
+  const Float number = m.format.number;
+  if (m.format.kind == Kind::kDense) return number == Float::kF32 || number == Float::kF16 || number == Float::kBf16;
+  if (m.cols % 32) return false;
+  for (m.index = 0; m.index < kNumFormats; ++m.index)
+    if (kFormats[m.index] == m.format) return true;
+  return false;
 }
 
 // Reads a matrix from its entry of a table. Entries are data of the program: what they name is
 // looked at before it is touched. Returns what is wrong, if anything.
 inline const char* read_matrix(const Bytes& arena, const int32_t* entry, Layouts layouts, int64_t rows, int64_t cols,
                         Matrix* m) {
-  if (entry[0] < 0 || 4 * (size_t)entry[0] + 3 >= layouts.size()) return "a matrix has a layout that does not exist";
-  const int64_t* layout = layouts.begin() + 4 * entry[0];
+  if (entry[0] < 0 || 5 * (size_t)entry[0] + 4 >= layouts.size()) return "a matrix has a layout that does not exist";
+  const int64_t* layout = layouts.begin() + 5 * entry[0];
   const uint8_t* data = arena.typed_data();
-  *m = Matrix{(Kind)layout[0], (Float)layout[1], (int32_t)layout[2], layout[3] != 0, rows, cols,
+  const Format format{(Kind)layout[0], (Float)layout[1], (int32_t)layout[2], layout[3] != 0, (int32_t)layout[4]};
+  *m = Matrix{format, -1, rows, cols,
               data + 64 * (int64_t)entry[1], data + 64 * (int64_t)entry[2], data + 64 * (int64_t)entry[3]};
   if (!is_known(*m)) return "a matrix does not fit its layout";
   const int64_t held = arena.element_count();
   const auto is_inside = [&](int32_t block, int64_t bytes) { return block >= 0 && 64 * (int64_t)block + bytes <= held; };
-  const bool has_scales = m->kind != Kind::kDense;
+  const bool has_scales = m->index >= 0;
   if (!is_inside(entry[1], code_bytes(*m, rows)) ||
       (has_scales && !is_inside(entry[2], scale_bytes(*m, rows))) ||
-      (has_scales && m->has_offset && !is_inside(entry[3], scale_bytes(*m, rows))))
+      (has_scales && m->format.has_offset && !is_inside(entry[3], scale_bytes(*m, rows))))
     return "a matrix is not inside the arena";
   return nullptr;
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "kernels.h"
 #include "simd.h"
@@ -25,36 +26,67 @@ inline void quantise(const Activations& a, int64_t first, int64_t end) {
     for (int64_t g = 0; g < groups; ++g) {
       const float* x = a.x + n * a.cols + g * kGroup;
       int8_t* q = a.codes + n * a.cols + g * kGroup;
-      int32_t bits = 0;  // of the largest magnitude: they order as the numbers do, NaN above all
-      for (int i = 0; i < kGroup; ++i) bits = std::max(bits, load<int32_t>(x + i) & 0x7fffffff);
-      const float most = load<float>(&bits);
-      const bool is_finite = bits < 0x7f800000;
+      I32 bits = {};  // of the largest magnitude: they order as the numbers do, NaN above all
+      for (int i = 0; i < kGroup; i += kLanes) {
+        const I32 magnitude = load<I32>(x + i) & 0x7fffffff;
+        bits = magnitude > bits ? magnitude : bits;
+      }
+      int32_t most_bits = 0;
+      for (int i = 0; i < kLanes; ++i) most_bits = std::max(most_bits, bits[i]);
+      const float most = load<float>(&most_bits);
+      const bool is_finite = most_bits < 0x7f800000;
       const float inverse = is_finite && most >= kLeast ? 127.0f / most : 0.0f;
-      int32_t sums[2] = {0, 0};
-      for (int i = 0; i < kGroup; ++i) {
-        const int32_t v = is_finite ? (int32_t)std::nearbyintf(x[i] * inverse) : 0;
-        q[i] = (int8_t)v;
-        sums[i / 16] += v;
+      for (int half = 0; half < 2; ++half) {
+        I32 total = {};
+        for (int i = 16 * half; i < 16 * (half + 1); i += kLanes) {
+          // Adding 1.5 * 2^23 rounds to a whole number, half to even, and leaves it in the low bits.
+          const I32 v = is_finite ? (I32)(load<F32>(x + i) * inverse + 12582912.0f) - 0x4b400000 : I32{};
+          store_bytes(q + i, v);
+          total += v;
+        }
+        a.sums[(n * groups + g) * 2 + half] = sum(total);
       }
       a.scales[n * groups + g] = is_finite ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
-      a.sums[(n * groups + g) * 2] = sums[0];
-      a.sums[(n * groups + g) * 2 + 1] = sums[1];
     }
   }
 }
 
+// What codes of the table kinds stand for, plus 128 as q8 codes are stored. Source: ggml-common.h
+// (kvalues_iq4nl, kvalues_mxfp4).
+constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kMx4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+
+// Scales of kE8 are held four times as large, so that none is denormal, and MXFP4's codes are doubled.
 template <Float F>
-inline F32 load_numbers(const uint8_t* p, int64_t index) {
-  if constexpr (F == Float::kF16) return load_f16(p + 2 * index);
-  return load<F32>(p + 4 * index);
+constexpr float kScaleUnit = F == Float::kE8 ? 0.25f : 1.0f;
+
+// Part of a tile's scales or offsets of one group, to be multiplied by kScaleUnit.
+template <Float F, int G>
+inline F32 load_numbers(const uint8_t* plane, int64_t cols, int64_t tile, int64_t g, int part) {
+  const int64_t groups = cols / G, lane = part * kLanes;
+  if constexpr (F == Float::kF16x8) {
+    const int64_t blocks = (cols + kSuperBlock - 1) / kSuperBlock;
+    const uint8_t* at = plane + tile * (32 * blocks + 16 * groups);
+    return load_f16(at + g * G / kSuperBlock * 32 + 2 * lane) * to_f32(load_i8(at + 32 * blocks + 16 * g + lane));
+  } else if constexpr (F == Float::kE8) {
+    return (F32)(((load_i8(plane + (tile * groups + g) * kTile + lane) & 255) + 1) << 23);
+  } else {
+    return load_f16(plane + 2 * ((tile * groups + g) * kTile + lane));
+  }
 }
 
-// One part of a tile, T tokens. The sums of a group are exact integers and groups are added in
-// order, one multiply-add each, so the result depends neither on T nor on the register's size.
-template <Kind K, int G, Float F, bool O, int T>
+// One part of a tile, T tokens, of a matrix of format I. The sums of a group are exact integers and
+// groups are added in order, one multiply-add each, so the result depends neither on T nor on the
+// register's size.
+template <size_t I, int T>
 inline void part_product(const Matrix& m, const Activations& a, int64_t tile, int part, int64_t token,
                          float* y, int64_t stride) {
-  constexpr int kBytes = K == Kind::kQ4 ? 8 * G : 16 * G;  // of a tile and group
+  constexpr Kind K = kFormats[I].kind;
+  constexpr Float F = kFormats[I].number;
+  constexpr int G = kFormats[I].group;
+  constexpr bool O = kFormats[I].has_offset;
+  constexpr bool kIsSmall = kFormats[I].bound * G <= 512;  // see `add`
+  constexpr int kBytes = K == Kind::kQ8 ? 16 * G : 8 * G;  // of a tile and group
   constexpr int kRuns = kBytes / 64;                       // of 16 rows x 4 columns
   const int64_t groups = m.cols / G, x_groups = m.cols / kGroup;
   const uint8_t* codes = m.codes + tile * groups * kBytes + part * 4 * kLanes;
@@ -66,27 +98,35 @@ inline void part_product(const Matrix& m, const Activations& a, int64_t tile, in
     for (int t = 0; t < T; ++t) sum[t] = I32{};
     for (int j = 0; j < kRuns; ++j) {
       const U8 code = load<U8>(codes + 64 * j);
-      if constexpr (K == Kind::kQ4) {
+      const auto at = [&](int t) { return x + t * a.cols + 4 * j; };
+      if constexpr (K == Kind::kQ8) {
+        const Codes whole = signed_codes(code);
+        for (int t = 0; t < T; ++t) sum[t] = add<kIsSmall>(sum[t], whole, four(at(t)));
+      } else if constexpr (K == Kind::kQ4) {
         const U8 low = code & 15, high = code >> 4;
         for (int t = 0; t < T; ++t) {
-          sum[t] = dot4<15>(sum[t], low, four(x + t * a.cols + 4 * j));
-          sum[t] = dot4<15>(sum[t], high, four(x + t * a.cols + 4 * j + G / 2));
+          sum[t] = add_low(sum[t], low, four(at(t)));
+          sum[t] = add_low(sum[t], high, four(at(t) + G / 2));
         }
       } else {
-        // Signed codes are stored plus 128; 128 times the sum of x comes off below, exactly.
-        for (int t = 0; t < T; ++t) sum[t] = dot4<255>(sum[t], code, four(x + t * a.cols + 4 * j));
+        constexpr const uint8_t* table = K == Kind::kIq4 ? kIq4Values : kMx4Values;
+        const Codes low = signed_codes(lookup(table, code & 15)), high = signed_codes(lookup(table, code >> 4));
+        for (int t = 0; t < T; ++t) {
+          sum[t] = add<kIsSmall>(sum[t], low, four(at(t)));
+          sum[t] = add<kIsSmall>(sum[t], high, four(at(t) + G / 2));
+        }
       }
     }
-    const int64_t at = (tile * groups + g) * kTile + part * kLanes;
-    const F32 scale = load_numbers<F>(m.scales, at);
+    for (int t = 0; t < T; ++t) sum[t] = K == Kind::kQ4 ? finish_low(sum[t]) : finish<kIsSmall>(sum[t]);
+    const F32 scale = load_numbers<F, G>(m.scales, m.cols, tile, g, part);
     F32 offset;
-    if constexpr (O) offset = load_numbers<F>(m.offsets, at);
+    if constexpr (O) offset = load_numbers<F, G>(m.offsets, m.cols, tile, g, part);
     for (int t = 0; t < T; ++t) {
       const int64_t xg = (token + t) * x_groups + g * G / kGroup;
-      const float x_scale = a.scales[xg];
+      const float x_scale = a.scales[xg] * kScaleUnit<F>;
       const int32_t* halves = a.sums + 2 * xg;
       const int32_t x_sum = G == 32 ? halves[0] + halves[1] : halves[g & 1];
-      if constexpr (K == Kind::kQ8) sum[t] -= 128 * x_sum;
+      if constexpr (K != Kind::kQ4 && kIsPlus128) sum[t] -= 128 * x_sum;
       acc[t] = fma(scale * x_scale, to_f32(sum[t]), acc[t]);
       if constexpr (O) acc[t] = fma(offset, splat(x_scale * (float)x_sum), acc[t]);
     }
@@ -96,47 +136,36 @@ inline void part_product(const Matrix& m, const Activations& a, int64_t tile, in
   for (int t = 0; t < T; ++t) std::memcpy(y + (token + t) * stride + first, &acc[t], count * sizeof(float));
 }
 
-template <Kind K, int G, Float F, bool O, int T>
-inline void tile_product(const Matrix& m, const Activations& a, int64_t tile, int64_t token, float* y,
-                         int64_t stride) {
-  for (int part = 0; part < kParts; ++part) part_product<K, G, F, O, T>(m, a, tile, part, token, y, stride);
+template <size_t I, int T>
+inline void tile_product(const Matrix& m, const Activations& a, int64_t tile, int64_t token, float* y, int64_t stride) {
+  for (int part = 0; part < kParts; ++part) part_product<I, T>(m, a, tile, part, token, y, stride);
 }
 
-template <Kind K, int G, Float F, bool O, int T>
+template <size_t I, int T>
 void rest(const Matrix& m, const Activations& a, int64_t tile, int64_t token, float* y, int64_t s) {
   if constexpr (T > 0) {
-    if (a.num - token == T) tile_product<K, G, F, O, T>(m, a, tile, token, y, s);
-    else rest<K, G, F, O, T - 1>(m, a, tile, token, y, s);
+    if (a.num - token == T) tile_product<I, T>(m, a, tile, token, y, s);
+    else rest<I, T - 1>(m, a, tile, token, y, s);
   }
 }
 
-template <Kind K, int G, Float F, bool O>
-void quantised(const Matrix& m, const Activations& a, int64_t first, int64_t end, float* y,
-               int64_t stride) {
+template <size_t I>
+void quantised(const Matrix& m, const Activations& a, int64_t first, int64_t end, float* y, int64_t stride) {
   // Tokens outside, tiles inside: a block of tokens stays in the first cache, the tiles of one
   // chunk of work in the second.
   int64_t token = 0;
   for (; token + kBlock <= a.num; token += kBlock)
-    for (int64_t tile = first; tile < end; ++tile)
-      tile_product<K, G, F, O, kBlock>(m, a, tile, token, y, stride);
+    for (int64_t tile = first; tile < end; ++tile) tile_product<I, kBlock>(m, a, tile, token, y, stride);
   if (token < a.num)
-    for (int64_t tile = first; tile < end; ++tile) rest<K, G, F, O, kBlock - 1>(m, a, tile, token, y, stride);
+    for (int64_t tile = first; tile < end; ++tile) rest<I, kBlock - 1>(m, a, tile, token, y, stride);
 }
 
-template <Kind K, int G, Float F>
-void by_offset(const Matrix& m, const Activations& a, int64_t f, int64_t e, float* y, int64_t s) {
-  m.has_offset ? quantised<K, G, F, true>(m, a, f, e, y, s) : quantised<K, G, F, false>(m, a, f, e, y, s);
-}
+using Product = void (*)(const Matrix&, const Activations&, int64_t, int64_t, float*, int64_t);
 
-template <Kind K, int G>
-void by_number(const Matrix& m, const Activations& a, int64_t f, int64_t e, float* y, int64_t s) {
-  m.number == Float::kF16 ? by_offset<K, G, Float::kF16>(m, a, f, e, y, s)
-                          : by_offset<K, G, Float::kF32>(m, a, f, e, y, s);
-}
-
-template <Kind K>
-void by_group(const Matrix& m, const Activations& a, int64_t f, int64_t e, float* y, int64_t s) {
-  m.group == 32 ? by_number<K, 32>(m, a, f, e, y, s) : by_number<K, 16>(m, a, f, e, y, s);
+template <size_t... I>
+inline Product quantised_product(int64_t index, std::index_sequence<I...>) {
+  static constexpr Product products[] = {quantised<I>...};
+  return products[index];
 }
 
 template <Float F>
@@ -200,14 +229,10 @@ void dense(const Matrix& m, const Activations& a, int64_t first, int64_t end, fl
 }
 
 inline void product(const Matrix& m, const Activations& a, int64_t f, int64_t e, float* y, int64_t s) {
-  switch (m.kind) {
-    case Kind::kQ4: return by_group<Kind::kQ4>(m, a, f, e, y, s);
-    case Kind::kQ8: return by_group<Kind::kQ8>(m, a, f, e, y, s);
-    case Kind::kDense:
-      if (m.number == Float::kF32) return dense<Float::kF32>(m, a, f, e, y, s);
-      if (m.number == Float::kF16) return dense<Float::kF16>(m, a, f, e, y, s);
-      return dense<Float::kBf16>(m, a, f, e, y, s);
-  }
+  if (m.index >= 0) return quantised_product(m.index, std::make_index_sequence<kNumFormats>())(m, a, f, e, y, s);
+  if (m.format.number == Float::kF32) return dense<Float::kF32>(m, a, f, e, y, s);
+  if (m.format.number == Float::kF16) return dense<Float::kF16>(m, a, f, e, y, s);
+  return dense<Float::kBf16>(m, a, f, e, y, s);
 }
 
 inline float number_at(Float number, const uint8_t* p, int64_t index) {
@@ -225,24 +250,40 @@ inline float number_at(Float number, const uint8_t* p, int64_t index) {
   return f;
 }
 
+// The scale or offset of one row and group.
+inline float scale_at(const Format& f, const uint8_t* plane, int64_t cols, int64_t row, int64_t g) {
+  const int64_t groups = cols / f.group, tile = row / kTile, lane = row % kTile, at = (tile * groups + g) * kTile + lane;
+  if (f.number == Float::kF16) return number_at(f.number, plane, at);
+  if (f.number == Float::kE8) {
+    const uint32_t bits = (plane[at] + 1u) << 23;
+    return kScaleUnit<Float::kE8> * load<float>(&bits);
+  }
+  const uint8_t* of_tile = plane + tile * tile_scale_bytes(f, cols);
+  const int8_t factor = (int8_t)of_tile[tile_scale_bytes(f, cols) - 16 * groups + 16 * g + lane];
+  return number_at(Float::kF16, of_tile, g * f.group / kSuperBlock * 16 + lane) * (float)factor;
+}
+
 inline void decode_row(const Matrix& m, int64_t row, float* to) {
-  if (m.kind == Kind::kDense) {
-    for (int64_t c = 0; c < m.cols; ++c) to[c] = number_at(m.number, m.codes, row * m.cols + c);
+  if (m.index < 0) {
+    for (int64_t c = 0; c < m.cols; ++c) to[c] = number_at(m.format.number, m.codes, row * m.cols + c);
     return;
   }
-  const int64_t groups = m.cols / m.group, tile = row / kTile, lane = row % kTile;
-  const bool is_q4 = m.kind == Kind::kQ4;
-  const int64_t bytes = is_q4 ? 8 * m.group : 16 * m.group, half = m.group / 2;
+  const Kind kind = m.format.kind;
+  const int64_t group = m.format.group, groups = m.cols / group, tile = row / kTile, lane = row % kTile;
+  const bool is_whole = kind == Kind::kQ8;
+  const int64_t bytes = is_whole ? 16 * group : 8 * group, half = group / 2;
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* codes = m.codes + (tile * groups + g) * bytes + 4 * lane;
-    const int64_t at = (tile * groups + g) * kTile + lane;
-    const float scale = number_at(m.number, m.scales, at);
-    const float offset = m.has_offset ? number_at(m.number, m.offsets, at) : 0.0f;
-    for (int64_t i = 0; i < m.group; ++i) {
-      const int64_t c = is_q4 ? i % half : i;
-      const uint8_t byte = codes[c / 4 * 64 + c % 4];
-      const int32_t code = is_q4 ? (i < half ? byte & 15 : byte >> 4) : (int32_t)byte - 128;
-      to[g * m.group + i] = scale * (float)code + offset;
+    const float scale = scale_at(m.format, m.scales, m.cols, row, g);
+    const float offset = m.format.has_offset ? scale_at(m.format, m.offsets, m.cols, row, g) : 0.0f;
+    for (int64_t i = 0; i < group; ++i) {
+      const int64_t c = is_whole ? i : i % half;
+      const uint8_t byte = codes[c / 4 * 64 + c % 4], nibble = i < half ? byte & 15 : byte >> 4;
+      int32_t code = nibble;
+      if (is_whole) code = byte - 128;
+      else if (kind == Kind::kIq4) code = kIq4Values[nibble] - 128;
+      else if (kind == Kind::kMx4) code = kMx4Values[nibble] - 128;
+      to[g * group + i] = scale * (float)code + offset;
     }
   }
 }

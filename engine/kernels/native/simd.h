@@ -102,6 +102,33 @@ inline F32 load_bf16(const void* p) {
 #endif
 }
 
+// Whole numbers of one byte each, widened.
+inline I32 load_i8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  I32 r;
+  for (int i = 0; i < kLanes; ++i) r[i] = (int8_t)p[i];
+  return r;
+#endif
+}
+
+// table[code] for codes below 16.
+inline U8 lookup(const uint8_t* table, U8 codes) {
+#if defined(__AVX512F__)
+  return (U8)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)codes);
+#elif defined(__AVX2__)
+  return (U8)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), (__m256i)codes);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (U8)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#else
+  for (int i = 0; i < 4 * kLanes; ++i) codes[i] = table[codes[i]];
+  return codes;
+#endif
+}
+
 // Four activations, repeated for every lane.
 #if defined(__AVX512F__)
 typedef __m512i Four;
@@ -122,29 +149,96 @@ typedef const int8_t* Four;
 inline Four four(const int8_t* x) { return x; }
 #endif
 
-// acc[r] += sum over i in 0..3 of codes[4r + i] * x[i], codes unsigned, x signed.
-// kMost bounds the codes: below 128 two products fit in 16 bits.
-template <int kMost>
-inline I32 dot4(I32 acc, U8 codes, Four x) {
+// Sums of a group's products, as each instruction set takes them best. `add_low` is for unsigned codes
+// below 16, `add` for signed ones, which are stored plus 128:
+//   acc[r] += sum over i in 0..3 of code[4r + i] * x[i]
+// `finish` turns an accumulator of one group into its exact sums. kSmall: a group's number of
+// columns times its largest magnitude is at most 512.
+// kIsPlus128: `add` leaves the 128 in; 128 times the sum of x is to be taken off.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool kIsPlus128 = true;
+typedef U8 Codes;
+inline Codes signed_codes(U8 stored) { return stored; }
+inline I32 add_low(I32 acc, U8 codes, Four x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, x);
-#elif defined(__AVXVNNI__)
-  return (I32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, x);
-#elif defined(__AVX2__)
-  const __m256i c = (__m256i)codes, ones = _mm256_set1_epi16(1);
-  if constexpr (kMost < 128) {
-    return (I32)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(_mm256_maddubs_epi16(c, x), ones));
-  } else {
-    const __m256i byte = _mm256_set1_epi16(0x00ff);
-    const __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(c, byte), x);
-    const __m256i odd = _mm256_maddubs_epi16(_mm256_andnot_si256(byte, c), x);
-    const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones));
-    return (I32)_mm256_add_epi32((__m256i)acc, sum);
-  }
 #else
+  return (I32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, x);
+#endif
+}
+template <bool kSmall>
+inline I32 add(I32 acc, Codes codes, Four x) { return add_low(acc, codes, x); }
+inline I32 finish_low(I32 acc) { return acc; }
+template <bool kSmall>
+inline I32 finish(I32 acc) { return acc; }
+
+#elif defined(__AVX2__)
+constexpr bool kIsPlus128 = false;
+struct Codes {
+  __m256i values, magnitudes;
+};
+inline Codes signed_codes(U8 stored) {
+  const __m256i values = _mm256_xor_si256((__m256i)stored, _mm256_set1_epi8((char)0x80));
+  return {values, _mm256_abs_epi8(values)};
+}
+inline __m256i widened(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+// Eight of these, each at most 2 * 15 * 127, fit in 16 bits: a group of 32 is summed there.
+inline I32 add_low(I32 acc, U8 codes, Four x) {
+  return (I32)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16((__m256i)codes, x));
+}
+inline I32 finish_low(I32 acc) { return (I32)widened((__m256i)acc); }
+// A code of -128 has a magnitude of 128, unsigned; two products are at most 2 * 128 * 127, which fits in
+// 16 bits; of small ones, those of a whole group do.
+template <bool kSmall>
+inline I32 add(I32 acc, Codes codes, Four x) {
+  const __m256i pairs = _mm256_maddubs_epi16(codes.magnitudes, _mm256_sign_epi8(x, codes.values));
+  return (I32)(kSmall ? _mm256_add_epi16((__m256i)acc, pairs) : _mm256_add_epi32((__m256i)acc, widened(pairs)));
+}
+template <bool kSmall>
+inline I32 finish(I32 acc) { return kSmall ? finish_low(acc) : acc; }
+
+#else
+constexpr bool kIsPlus128 = false;
+typedef int8_t Codes __attribute__((vector_size(4 * kLanes)));
+inline Codes signed_codes(U8 stored) { return (Codes)(stored ^ 0x80); }
+#if defined(__ARM_FEATURE_DOTPROD)
+template <bool kSmall>
+inline I32 add(I32 acc, Codes codes, Four x) {
+  return (I32)vdotq_s32((int32x4_t)acc, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)x)));
+}
+#else
+template <bool kSmall>
+inline I32 add(I32 acc, Codes codes, Four x) {
   for (int r = 0; r < kLanes; ++r)
     for (int i = 0; i < 4; ++i) acc[r] += (int32_t)codes[4 * r + i] * x[i];
   return acc;
+}
+#endif
+inline I32 add_low(I32 acc, U8 codes, Four x) { return add<false>(acc, (Codes)codes, x); }
+inline I32 finish_low(I32 acc) { return acc; }
+template <bool kSmall>
+inline I32 finish(I32 acc) { return acc; }
+#endif
+
+inline int32_t sum(I32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+
+// Lanes from -128 to 127 as bytes.
+inline void store_bytes(int8_t* to, I32 v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(words, words));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = (int8_t)v[i];
 #endif
 }
 

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.gguf.encode import Planes, encode_rows
+from engine.gguf.encode import Planes, all_finite, encode_rows
 from engine.gguf.layouts import Layout, layout_for
 from tests.ggufs import random_blocks
 from tests.unit.engine.gguf.planes import decode_rows
@@ -56,6 +56,29 @@ def test_decoding_gives_the_reference_bit_for_bit(
         np.testing.assert_array_equal(values, expected)
     else:
         np.testing.assert_array_equal(_bits(values), _bits(expected))
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("std", [1e-4, 1.0])
+def test_the_native_layout_holds_the_same_values(ggml_type: Type, std: float) -> None:
+    raw = random_blocks(np.random.default_rng(11), ggml_type, (5, 768), std)
+    layout = layout_for(ggml_type, tiled=True)
+    assert layout is not None
+    values = _decode(layout, encode_rows(ggml_type, layout, raw))
+    np.testing.assert_array_equal(values, quants.dequantize(raw, ggml_type))
+
+
+def test_every_exponent_of_mxfp4_that_float32_holds_is_exact_and_others_are_not_finite() -> None:
+    raw = random_blocks(np.random.default_rng(3), Type.MXFP4, (256, 32))
+    raw[:, 0] = np.arange(256)
+    layout = layout_for(Type.MXFP4, tiled=True)
+    assert layout is not None
+    whole = raw[:253]
+    values = _decode(layout, encode_rows(Type.MXFP4, layout, whole))
+    np.testing.assert_array_equal(values, quants.dequantize(whole, Type.MXFP4))
+    for exponent in range(256):
+        row = encode_rows(Type.MXFP4, layout, raw[exponent : exponent + 1])
+        assert all_finite(layout, row) == (exponent <= 252)
 
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=lambda t: t.name)

@@ -65,6 +65,9 @@ def test_columns_must_be_whole_groups(layout: Layout) -> None:
         {"kind": "q4", "dtype": "f16"},
         {"kind": "q4", "group": 32},
         {"kind": "q8", "scale_dtype": "f32"},
+        # Forms that only the native kernels read.
+        {"kind": "iq4", "group": 32, "scale_dtype": "f16"},
+        {"kind": "q4", "group": 32, "scale_dtype": "f16x8", "has_offset": True},
     ],
 )
 def test_fields_of_another_kind_are_refused(fields: dict[str, Any]) -> None:
@@ -74,6 +77,27 @@ def test_fields_of_another_kind_are_refused(fields: dict[str, Any]) -> None:
 
 def test_layouts_are_keys() -> None:
     assert len({Q4, Layout("q4", group=32, scale_dtype="f16", has_offset=True), Q8}) == 2
+
+
+# Bits per weight of the file's own blocks, and what the arena may add to them.
+@pytest.mark.parametrize(
+    ("ggml_type", "most"),
+    [
+        (Type.Q4_0, 5.0),  # 4.5, and an offset
+        (Type.Q4_1, 5.0),
+        (Type.Q4_K, 4.7),  # 4.5
+        (Type.Q8_0, 8.5),
+        (Type.Q6_K, 8.6),  # 6.6, in bytes
+        (Type.IQ4_NL, 4.5),
+        (Type.IQ4_XS, 4.4),  # 4.25
+        (Type.MXFP4, 4.25),
+    ],
+    ids=lambda t: getattr(t, "name", None),
+)
+def test_tiled_layouts_are_compact(ggml_type: Type, most: float) -> None:
+    layout = layout_for(ggml_type, tiled=True)
+    assert layout is not None
+    assert layout.nbytes(4096, 4096) * 8 / 4096**2 <= most
 
 
 @pytest.mark.parametrize("ggml_type", [Type.I32, Type.F64, Type.Q8_1, Type.Q8_K, Type.Q1_0])

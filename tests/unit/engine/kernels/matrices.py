@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType as Type
 
 from engine.gguf.arena import Matrix
 from engine.gguf.encode import Planes
-from engine.gguf.layouts import BLOCK_BYTES, Layout
+from engine.gguf.layouts import BLOCK_BYTES, Layout, layout_for, super_blocks
 from engine.gguf.tiles import tile_planes
 from tests.unit.engine.gguf.planes import FloatArray, decode_rows
 
-QUANTISED: list[Layout] = [
-    Layout(kind, group=group, scale_dtype=scale, has_offset=has_offset, is_tiled=True)
-    for kind, group, scale, has_offset in itertools.product(
-        ("q4", "q8"), (16, 32), ("f16", "f32"), (False, True)
+QUANTISED: list[Layout] = list(
+    dict.fromkeys(
+        layout
+        for t in Type
+        if (layout := layout_for(t, tiled=True)) is not None and layout.kind != "dense"
     )
-]
+)
 DENSE = [Layout("dense", dtype=dtype) for dtype in ("f32", "f16", "bf16")]
 
 
 def label(layout: Layout) -> str:
     """A layout in a word, for test ids."""
-    parts = (layout.kind, layout.dtype, layout.group, layout.scale_dtype)
+    parts = (layout.kind, layout.dtype, layout.group, layout.scale_dtype, layout.code_bound)
     words = [str(part) for part in parts if part is not None]
     return "-".join([*words, "offset"] if layout.has_offset else words)
 
@@ -51,13 +52,36 @@ def random_planes(rng: np.random.Generator, layout: Layout, rows: int, cols: int
             codes = values.astype("f2" if layout.dtype == "f16" else "f4").view(np.uint8)
         return Planes(codes[:, None])
     groups = cols // layout.group
-    bytes_per_group = layout.group // (2 if layout.kind == "q4" else 1)
-    codes = rng.integers(0, 256, (rows, groups, bytes_per_group), np.uint8)
-    most = 8 if layout.kind == "q4" else 128
+    shape = (rows, groups, layout.group // (2 if layout.is_packed else 1))
+    codes = rng.integers(0, 256, shape, np.uint8)
+    if not layout.is_packed and layout.code_bound < 128:
+        bound = layout.code_bound
+        codes = rng.integers(-bound, bound + 1, shape, np.int8).view(np.uint8)
+    most = {"q4": 8, "iq4": 128, "mx4": 12}.get(layout.kind, layout.code_bound)
     scales = rng.uniform(-1, 1, (rows, groups)) * spread / most
     offsets = rng.standard_normal((rows, groups)) * spread if layout.has_offset else None
-    dtype = "f2" if layout.scale_dtype == "f16" else "f4"
-    return Planes(codes, scales.astype(dtype), None if offsets is None else offsets.astype(dtype))
+    return Planes(
+        codes,
+        random_numbers(rng, layout, scales),
+        None if offsets is None else random_numbers(rng, layout, offsets),
+    )
+
+
+def random_numbers(
+    rng: np.random.Generator, layout: Layout, numbers: npt.NDArray[np.float64]
+) -> npt.NDArray[np.generic]:
+    """Scales or offsets of about these sizes, [rows, groups], in the layout's own form."""
+    if layout.scale_dtype == "f16":
+        return numbers.astype("f2")
+    if layout.scale_dtype == "e8":
+        # The scale is half of a power of two.
+        return (np.frexp(numbers)[1] + 128).astype(np.uint8)
+    assert layout.group is not None
+    rows, groups = numbers.shape
+    blocks = super_blocks(groups * layout.group)
+    of_block = np.full((rows, blocks), np.abs(numbers).max() / 60) * rng.uniform(0.5, 1)
+    of_group = rng.integers(-63, 64, (rows, groups), np.int8)
+    return np.concatenate([of_block.astype("f2").view(np.uint8), of_group.view(np.uint8)], axis=1)
 
 
 def pack(planes: Mapping[str, tuple[Layout, Planes]]) -> Packed:
