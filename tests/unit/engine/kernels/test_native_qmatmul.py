@@ -375,7 +375,7 @@ def test_an_entry_that_names_no_matrix_is_refused(column: int, value: int, messa
 
 @pytest.mark.parametrize("row", [-1, -(2**31), 64, 2**31 - 1])
 def test_a_row_outside_the_arena_is_refused(row: int) -> None:
-    layout = QUANTISED[1]
+    layout = QUANTISED[0]
     case = make({"w": (layout, 20, 64)})
     ids, place = jnp.array([0, row], jnp.int32), jnp.array(entry(case, "w"), jnp.int32)
     with pytest.raises(REFUSALS, match=r"row is negative|not inside the arena"):
