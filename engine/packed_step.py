@@ -6,7 +6,7 @@ would read, or write, what is another sequence's. Knows no program and no pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -93,15 +93,22 @@ class PackedStep:
         if batch.chunk:
             outputs[-1] = bucket.rows + len(batch.chunk.tokens) - 1
         for first, work in self._placed(batch):
-            span = slice(first, first + len(work.tokens))
-            at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
-            tokens[span] = _checked_tokens(limits, work)
+            _check_tokens(limits, work)
+            # A decode row is one token: numbers are packed faster than arrays of one are made.
+            span: int | slice = first
+            at: int | IntArray = work.start
+            ids: int | Sequence[int] = work.tokens[0]
+            if len(work.tokens) > 1:
+                span = slice(first, first + len(work.tokens))
+                at = np.arange(work.start, work.start + len(work.tokens), dtype=np.int32)
+                ids = work.tokens
+            tokens[span] = ids
             positions[span] = at
             offsets[span] = at % limits.page_tokens
             states[first] = _checked_state(limits, work)
             for kind, table in enumerate(_checked_tables(limits, work)):
-                pages[kind, span] = table[at // limits.page_tokens]
                 tables[kind, first, : len(table)] = table
+                pages[kind, span] = tables[kind, first, at // limits.page_tokens]
         wants = np.array([any(work.wants_logits for _, work in self._placed(batch))], np.int32)
         parts = [tokens, positions, offsets, pages.ravel(), tables.ravel(), states, outputs, wants]
         if bucket.has_adapters:
@@ -150,27 +157,26 @@ class PackedStep:
         )
 
 
-def _checked_tokens(limits: StepLimits, work: SequenceWork) -> IntArray:
-    """Token ids; a bad one would read weights that are not the embedding's."""
-    tokens = np.asarray(work.tokens, np.int32)
-    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
-        raise ValueError(f"token ids {tokens.min()}..{tokens.max()} of {limits.vocab_size} tokens")
-    return tokens
+def _check_tokens(limits: StepLimits, work: SequenceWork) -> None:
+    """A bad token id would read weights that are not the embedding's."""
+    least, most = min(work.tokens), max(work.tokens)
+    if least < 0 or most >= limits.vocab_size:
+        raise ValueError(f"token ids {least}..{most} of {limits.vocab_size} tokens")
 
 
-def _checked_tables(limits: StepLimits, work: SequenceWork) -> list[IntArray]:
+def _checked_tables(limits: StepLimits, work: SequenceWork) -> list[Sequence[int]]:
     """A sequence's page ids by kind."""
-    tables = [np.asarray(work.pages, np.int32), np.asarray(work.window_pages, np.int32)]
+    tables = [work.pages, work.window_pages][: len(limits.num_pages)]
     end = work.start + len(work.tokens)
     if work.start < 0:
         raise ValueError(f"a first position of {work.start}")
-    for kind, (table, limit) in enumerate(zip(tables, limits.num_pages, strict=False)):
+    for kind, (table, limit) in enumerate(zip(tables, limits.num_pages, strict=True)):
         if len(table) > limits.table_pages or len(table) * limits.page_tokens < end:
             raise ValueError(f"{len(table)} pages for positions up to {end}")
         least = 1 if kind == FULL else 0  # pages behind the window are gone
-        if table.size and (table.min() < least or table.max() > limit):
-            raise ValueError(f"page ids {table.min()}..{table.max()} of {limit}")
-    return tables[: len(limits.num_pages)]
+        if len(table) and (min(table) < least or max(table) > limit):
+            raise ValueError(f"page ids {min(table)}..{max(table)} of {limit}")
+    return tables
 
 
 def _checked_state(limits: StepLimits, work: SequenceWork) -> int:
