@@ -115,11 +115,18 @@ def _quantise_by_binding(source: Path, target: Path, quantisation: str) -> None:
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     api: Any = llama_cpp
+    silent = api.llama_log_callback(_say_nothing)
+    api.llama_log_set(silent, None)
     params = api.llama_model_quantize_default_params()
     params.allow_requantize = True
     params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{quantisation}")
     if api.llama_model_quantize(str(source).encode(), str(target).encode(), params):
         raise PeerError(f"llama_model_quantize makes no {quantisation} of {source}")
+
+
+def _say_nothing(level: int, text: bytes, data: object) -> None:
+    """It says something of every tensor."""
+    del level, text, data
 
 
 def _say(line: str) -> None:

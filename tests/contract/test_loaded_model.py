@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,7 @@ async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[gr
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
     await server.stop(5)
+    gc.unfreeze()
 
 
 async def collect(channel: grpc.aio.Channel, request: GenerateRequest) -> list[GenerateResponse]:
@@ -90,6 +92,11 @@ async def collect(channel: grpc.aio.Channel, request: GenerateRequest) -> list[G
 def tokens(responses: list[GenerateResponse], index: int) -> list[int]:
     chunks = [r.chunk for r in responses if r.HasField("chunk")]
     return [chunk.token_id for chunk in chunks if chunk.index == index]
+
+
+async def test_a_loaded_model_is_not_searched_for_garbage(channel: grpc.aio.Channel) -> None:
+    del channel
+    assert gc.get_freeze_count() > 1000
 
 
 async def test_the_file_speaks_where_flags_are_silent(channel: grpc.aio.Channel) -> None:
