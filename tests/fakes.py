@@ -164,7 +164,7 @@ _TOKEN_SHAPE = (2, 8)
 
 
 def pattern(tokens: IntArray, num_layers: int) -> PageContent:
-    """What the fake device holds for tokens: another number at every layer and head, exact in f16.
+    """What the fake device holds for tokens: another number at every layer and head, exact in f32.
 
     So content of another layer, head, token or of the other array is never taken for the right one.
     Components take turns with the low byte of the token and with what is above it.
@@ -173,7 +173,7 @@ def pattern(tokens: IntArray, num_layers: int) -> PageContent:
     places = np.arange(num_layers * heads).reshape(num_layers, 1, heads, 1)
     parts = np.stack([tokens % 256, tokens // 256] * (dim // 2), axis=-1)
     keys = parts[None, :, None, :] * 16 + places * 4
-    return PageContent(keys.astype(np.float16), (-4 - keys).astype(np.float16))
+    return PageContent(keys.astype(np.float32), (-4 - keys).astype(np.float32))
 
 
 def tokens_of(content: PageContent) -> IntArray:
@@ -201,7 +201,7 @@ class FakeRead:
         self._gathered = gathered
         self._num_layers = num_layers
         shape = (num_layers, gathered.size, *_TOKEN_SHAPE)
-        self.host = PageContent(np.zeros(shape, np.float16), np.zeros(shape, np.float16))
+        self.host = PageContent(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
     def wait(self) -> PageContent:
         content = pattern(self._gathered, self._num_layers)
@@ -245,7 +245,7 @@ class FakeRunner:
 
     def page_layout(self, kind: PoolKind) -> PageLayout:
         num_layers = _LAYERS[kind] if kind is PoolKind.KV or self.window is not None else 0
-        dtype = np.dtype(np.float16)
+        dtype = np.dtype(np.float32)
         return PageLayout(num_layers, self.page_tokens, _TOKEN_SHAPE, _TOKEN_SHAPE, dtype)
 
     def read_pages(self, kind: PoolKind, page_ids: Sequence[int]) -> FakeRead:

@@ -44,7 +44,9 @@ from tests.fakes import (
     fake_shape,
     fitting_runner,
     model_logits,
+    under,
 )
+from tests.unit.engine.adapter_life import AdapterLife
 
 TOKENIZER = FakeTokenizer()
 LIVENESS_STEPS = 1000
@@ -82,8 +84,9 @@ class SoloModel:
         self._window = window
         self._next: dict[tuple[int, ...], int] = {}
 
-    def run(self, request: Request) -> SoloRun:
-        history = list(request.prompt)
+    def run(self, request: Request, number: int = 0, start: int = 0) -> SoloRun:
+        """Runs a request under a numbered set of adapters that works from a position on."""
+        history = under(request.prompt, number, start)
         tokens: list[int] = []
         while True:
             token = self._sample(history, request)
@@ -91,7 +94,7 @@ class SoloModel:
             reason = self._reason(request, tokens, len(history))
             if reason is not None:
                 return SoloRun(tokens, reason)
-            history.append(token)
+            history += under([token], number)
 
     def _sample(self, history: list[int], request: Request) -> int:
         key = (*history, -1 if request.ignore_eos else -2)
@@ -131,6 +134,7 @@ class Simulation:
         self.seen: Counter[str] = Counter()
         self._erasures: list[Future[ErasedSlot]] = []
         self._slot_tenants: dict[int, str] = {}
+        self.adapters = AdapterLife(seed + 2, _LETTERS)
         self._is_faulty = True
         self._num_faults = 0
         self.plan = plan_memory(self.config, fake_shape(self.window), training_tokens)
@@ -145,6 +149,7 @@ class Simulation:
             failpoints=self.failpoints,
             training_tokens=training_tokens,
             window=self.window,
+            num_adapters=self.adapters.num_places,
         )
         self.context_tokens = self.plan.slot_context_tokens
         self.solo = SoloModel(self.context_tokens, self.window)
@@ -192,6 +197,8 @@ class Simulation:
             self._submit(self._draw_bad_request())
         elif draw < 0.65:
             self._break_runner()
+        elif draw < 0.75:
+            self.adapters.command(self.engine)
 
     def _draw_request(self) -> Request:
         rng = self.rng
@@ -212,6 +219,7 @@ class Simulation:
             progress=rng.random() < 0.5,
             deadline_s=self.clock() + rng.choice([0.0, 0.05, 5.0]) if rng.random() < 0.1 else None,
             tenant=rng.choice(["", "", "a", "b"]),
+            adapters=self.adapters.draw_set(),
         )
 
     def _continuation(self) -> tuple[int, ...]:
@@ -229,7 +237,7 @@ class Simulation:
             Request("bad", (_LETTERS[0],) * self.context_tokens),
             Request("bad", (1,), slot_id=self.config.num_slots),
             Request("bad", (1,), sampling=SamplingParams(top_p=float("nan"))),
-            Request("bad", (1,), adapters=(AdapterScale(0, 1.0),)),
+            Request("bad", (1,), adapters=(AdapterScale(10**6, 1.0),)),
         ]
         running = [life.request for life in self.lives.values() if life.end is None]
         return rng.choice([*bad, *running[:1]])
@@ -306,6 +314,8 @@ class Simulation:
         ended = counters.requests_finished + counters.requests_failed + counters.requests_cancelled
         assert counters.requests_started == ended + living
         self._check_windows(now)
+        running = [life.started for life in self.lives.values() if life.started and not life.end]
+        self.adapters.check(now, running, self.runner)
 
     def _pool_kinds(self) -> list[PoolKind]:
         return [PoolKind.KV] if self.window is None else [PoolKind.KV, PoolKind.SWA]
@@ -343,6 +353,7 @@ class Simulation:
         assert life.started is None, "a request started twice"
         life.started = started
         request = life.request
+        self.adapters.check_started(request, started)
         if request.slot_id is not None:
             assert started.slot_id == request.slot_id
         assert started.cached_tokens <= max(0, len(request.prompt) - 1)
@@ -371,7 +382,7 @@ class Simulation:
         if not life.request.prompt:
             assert not tokens
         else:
-            expected = self.solo.run(life.request)
+            expected = self._solo(life)
             assert tokens == expected.tokens[: len(tokens)], "not the tokens of a solo run"
         match end:
             case Finished():
@@ -397,8 +408,13 @@ class Simulation:
         if not request.prompt:
             assert end.reason is FinishReason.EMPTY_PROMPT
             return
-        assert end.held_tokens == len(request.prompt) + len(tokens) - 1
-        self._judge_reason(request, end, tokens)
+        held = len(request.prompt) + len(tokens) - 1
+        activated_from = self.adapters.history(request, life.started)[1]
+        if activated_from:
+            assert end.held_tokens <= min(held, activated_from), "an activated tail was kept"
+        else:
+            assert end.held_tokens == held
+        self._judge_reason(life, end, tokens)
         text = "".join(chunk.text for chunk in life.chunks) + end.unsent_text
         expected = TOKENIZER.decode(tokens, render_special=False).decode(errors="replace")
         if end.reason is FinishReason.STOP:
@@ -413,15 +429,19 @@ class Simulation:
             # cached + evaluated = prompt: what was processed beyond the cache was evaluated once.
             assert {progress.total for progress in life.progress} == {end.prompt_tokens}
 
-    def _judge_reason(self, request: Request, end: Finished, tokens: list[int]) -> None:
-        expected = self.solo.run(request)
+    def _solo(self, life: Life) -> SoloRun:
+        return self.solo.run(life.request, *self.adapters.history(life.request, life.started))
+
+    def _judge_reason(self, life: Life, end: Finished, tokens: list[int]) -> None:
+        expected = self._solo(life)
         if end.reason is expected.reason and len(tokens) == len(expected.tokens):
             return
         # Alone in a pool smaller than its context, a request ends when the pool is full.
         assert end.reason is FinishReason.CONTEXT_FULL
         assert end.truncated
         assert self.config.kv_pages is not None
-        assert end.held_tokens == self.config.kv_pages * self.config.page_tokens
+        full = self.config.kv_pages * self.config.page_tokens
+        assert len(life.request.prompt) + len(tokens) - 1 == full
         self.seen["finished:pool_full"] += 1
 
     # Rest.
@@ -438,6 +458,8 @@ class Simulation:
         assert all(life.end is not None for life in self.lives.values()), "not at rest"
         assert all(done.done() for done in self._erasures)
         self._note_erasures()
+        self.adapters.come_to_rest()
+        self.seen.update(self.adapters.seen)
         end = self.engine.snapshot()
         self._check_accounts(end)
         preempted = "preempted" if self.window is None else "preempted:window"
