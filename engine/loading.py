@@ -17,6 +17,9 @@ from typing import Any
 
 import jax
 
+from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.desk import AdapterSetup
+from engine.adapters.start import capacity_for, read_start_adapters
 from engine.compile_cache import enable_compile_cache
 from engine.engine import Engine, EngineParts
 from engine.errors import InvalidField, UnsupportedModel
@@ -26,6 +29,7 @@ from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
+from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights, load_weights
@@ -97,6 +101,7 @@ def load_engine(
         ModelFileError: The file is damaged.
         UnsupportedModel: The model, or its tokenizer, is not one that this build runs.
         InvalidField: A size of `config` is out of range, or its kernels cannot be had.
+        EngineError: An adapter of `config` cannot be attached; the message names file and tensor.
     """
     report = progress or _ignore
     if config.threads is not None:
@@ -124,7 +129,10 @@ def load_engine(
             )
             if tokenizing.done():
                 tokenizing.result()  # a refusal need not wait for the compiler
-            runner = JaxRunner(spec, weights, _runner_config(config, plan))
+            model = target_model(spec)
+            adapters = read_start_adapters(config, model)
+            capacity = capacity_for(config, adapters)
+            runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
     engine_parts = EngineParts(
@@ -132,10 +140,12 @@ def load_engine(
         tokenizer=tokenizer,
         begin_chain=_chain_factory(sampler_vocab),
         begin_text=TextStream,
+        adapters=AdapterSetup(runner, capacity, model),
         model_id=digest.sampled.encode(),
         **parts,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
+    engine.adapters.attach(adapters)
     identity = Identity(
         traits_of(digest, spec, _state_layout(runner, plan), plan.slot_context_tokens),
         digest,
@@ -198,7 +208,9 @@ def _kv_shape(spec: ModelSpec) -> KvShape:
     )
 
 
-def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
+def _runner_config(
+    config: EngineConfig, plan: MemoryPlan, adapters: AdapterCapacity
+) -> RunnerConfig:
     return RunnerConfig(
         max_rows=config.num_slots,
         max_chunk=min(config.chunk_tokens, plan.slot_context_tokens),
@@ -207,6 +219,7 @@ def _runner_config(config: EngineConfig, plan: MemoryPlan) -> RunnerConfig:
         page_tokens=plan.page_tokens,
         kv_dtype=config.kv_dtype,
         num_window_pages=plan.window.pages if plan.window else 0,
+        adapters=adapters,
     )
 
 

@@ -70,6 +70,15 @@ class AdapterDesk:
         """
         return read_adapter(path, self._setup.model, self._setup.capacity.rank)
 
+    def attach(self, adapters: Sequence[NewAdapter]) -> None:
+        """Attaches adapters to an engine that was not started.
+
+        Raises:
+            EngineError: As `LoadedAdapters.attach`.
+        """
+        for new in adapters:
+            self._loaded.attach(new)
+
     def load(self, new: NewAdapter) -> Future[LoadedAdapter]:
         """Attaches an adapter that was read; the future raises as `LoadedAdapters.attach`.
 

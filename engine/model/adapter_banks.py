@@ -21,10 +21,11 @@ from jax import lax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import EMBEDDING, NUMBERS, AdapterContent, Pair, as_float32
+from engine.adapters.fit import TargetModel
 from engine.errors import InvalidField
 from engine.kernels.lora import Bank
-from engine.model.spec import ModelSpec
-from engine.model.tensors import expected_shapes, global_matrices
+from engine.model.spec import AttentionSpec, ModelSpec
+from engine.model.tensors import block_matrices, global_matrices
 
 _Key = tuple[int, str]
 _GLOBAL = -1
@@ -45,11 +46,25 @@ class BankArrays:
 
 def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """The weights that adapters may change: (rows, cols) by full tensor name."""
-    return {
-        name: (shape[0], shape[1])
-        for name, shape in expected_shapes(spec).items()
-        if len(shape) == 2 and name.endswith(".weight")
-    }
+    shapes = {f"{name}.weight": shape for name, shape in global_matrices(spec).items()}
+    for i, layer in enumerate(spec.layers):
+        for name, shape in block_matrices(layer.block, spec.width).items():
+            shapes[f"blk.{i}.{name}.weight"] = shape
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+
+
+def target_model(spec: ModelSpec) -> TargetModel:
+    """What an adapter of this model must fit."""
+    mixers = (layer.block.mixer for layer in spec.layers)
+    heads = next((m for m in mixers if isinstance(m, AttentionSpec)), None)
+    return TargetModel(
+        spec.architecture,
+        spec.vocab_size,
+        adapted_shapes(spec),
+        num_layers=spec.num_layers,
+        num_heads=heads.num_heads if heads else 0,
+        num_kv_heads=heads.num_kv_heads if heads else 0,
+    )
 
 
 class AdapterBanks:

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import math
 import queue
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from engine.adapters.errors import AdapterMismatch
 from engine.errors import UnsupportedModel
 from engine.loading import Loaded, load_engine
-from engine.types import Chunk, Event, Failed, Finished, FinishReason, Request, SamplingParams
+from engine.types import (
+    AdapterScale,
+    Chunk,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StartAdapter,
+)
 from tests.accept.models import Model, Models
 from tests.accept.outcome import Failure, Unsupported
 
@@ -59,16 +71,19 @@ def check_greedy(golden: Mapping[str, Any], models: Models) -> str:
         Unsupported: the model is not one that this build runs.
         Failure: an answer differs.
     """
-    if "adapters" in golden:
-        raise Unsupported("LoRA adapters")
     model = models.find(golden["model"])
     inbox = Inbox()
+    adapters = tuple(
+        StartAdapter(str(models.find(name).path)) for name in golden.get("adapters", ())
+    )
     try:
-        loaded = load_engine(model.path, models.config, inbox)
+        loaded = load_engine(model.path, replace(models.config, adapters=adapters), inbox)
     except UnsupportedModel as error:
         raise Unsupported(error.detail) from error
     loaded.engine.start()
     try:
+        if "bad_shape" in golden:
+            _check_bad_shape(golden, loaded, models)
         for case in golden["cases"]:
             _check_case(golden, case, loaded, inbox, tolerance(loaded.facts.architecture, model))
     finally:
@@ -95,10 +110,12 @@ def _check_case(
     if prompt != case["prompt_ids"]:
         raise Failure(f"case {name}: the prompt becomes {prompt}, expected {case['prompt_ids']}")
     ranks = len(case["top_ids"][0]) + _SPARE_RANKS
-    answer = _ask(loaded, inbox, prompt, golden["n_predict"], ranks)
+    scales = _scales(case, loaded)
+    answer = _ask(loaded, inbox, prompt, golden["n_predict"], ranks, scales)
     compare(case, answer, limit)
     if "first_logprobs" in case:
-        first = _ask(loaded, inbox, prompt, 1, len(case["first_logprobs"])).logprobs[0]
+        ranks = len(case["first_logprobs"])
+        first = _ask(loaded, inbox, prompt, 1, ranks, scales).logprobs[0]
         expected = dict(enumerate(cast("list[float]", case["first_logprobs"])))
         _compare_logprobs(f"case {name}, all of step 0", expected, first, limit + _ROUNDING)
 
@@ -160,7 +177,40 @@ def _compare_logprobs(
             )
 
 
-def _ask(loaded: Loaded, inbox: Inbox, prompt: list[int], max_tokens: int, ranks: int) -> Answer:
+def _scales(case: Mapping[str, Any], loaded: Loaded) -> tuple[AdapterScale, ...] | None:
+    """The request's own set; None for the server's, which is brought about as the case says."""
+    if "scales" not in case:
+        return None
+    scales = cast("list[float]", case["scales"])
+    named = tuple(AdapterScale(i, scale) for i, scale in enumerate(scales))
+    if "how" not in case:
+        return named
+    if "POST" in case["how"]:
+        loaded.engine.adapters.set_scales(named).result(_TIMEOUT_S)
+    return None
+
+
+def _check_bad_shape(golden: Mapping[str, Any], loaded: Loaded, models: Models) -> None:
+    """The adapter that llama.cpp refused is refused here too, by the name of a tensor."""
+    (tensor,) = re.findall(r"tensor '([^']+)' has incorrect shape", golden["bad_shape"][0])
+    name = re.findall(r"[^/']+\.gguf", golden["bad_shape"][1])[0]
+    try:
+        loaded.engine.adapters.read(models.find(name).path)
+    except AdapterMismatch as error:
+        if not error.tensor.startswith("blk.0.attn_"):
+            raise Failure(f"{name}: {error}, expected a refusal of {tensor}") from error
+        return
+    raise Failure(f"{name} was taken")
+
+
+def _ask(
+    loaded: Loaded,
+    inbox: Inbox,
+    prompt: list[int],
+    max_tokens: int,
+    ranks: int,
+    adapters: tuple[AdapterScale, ...] | None = None,
+) -> Answer:
     loaded.engine.submit(
         Request(
             request_id="accept",
@@ -170,6 +220,7 @@ def _ask(loaded: Loaded, inbox: Inbox, prompt: list[int], max_tokens: int, ranks
             top_logprobs=ranks,
             # Each case is cold, so that none leans on what another left.
             cache_prompt=False,
+            adapters=adapters,
         )
     )
     ids: list[int] = []
