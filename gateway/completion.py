@@ -64,6 +64,11 @@ class _Work:
         return Run(backend.service, self.jobs, backend.metadata, backend.facts.info.num_slots)
 
     @property
+    def headers(self) -> Mapping[str, str]:
+        """What the answer says beside its body."""
+        return self.jobs[0].resolved.adapters.headers if self.jobs else {}
+
+    @property
     def weight(self) -> int:
         """How much one answer may have to show: of the body, and of the vocabulary."""
         vocab_size = self.backend.facts.model.vocab_size
@@ -92,7 +97,9 @@ async def complete(
     jobs = await connection.while_connected(_prepare(backend, body, prompts, params, size))
     work = _Work(backend, jobs, dialect, params, size)
     if not params.stream:
-        return await connection.while_connected(_whole(work))
+        response = await connection.while_connected(_whole(work))
+        response.headers.update(work.headers)
+        return response
     frames = _frames(work)
     try:
         # The headers' turn: a frame without bytes, or an error that is not in-band yet.
@@ -100,7 +107,7 @@ async def complete(
     except BaseException:
         await frames.aclose()
         raise
-    return EventStream(frames, params.sse_ping_interval, connection.stall_s)
+    return EventStream(frames, params.sse_ping_interval, connection.stall_s, work.headers)
 
 
 def read_body(body: Mapping[str, Any], facts: Facts) -> tuple[list[Prompt], CompletionParams]:

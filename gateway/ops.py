@@ -1,4 +1,4 @@
-"""The routes that describe the server: health, models, properties, adapters."""
+"""The routes that describe the server: health, models, properties."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import dataclasses
 import time
 from typing import Any
 
-from kvarts.v1 import common_pb2, lora_pb2, model_pb2
+from kvarts.v1 import model_pb2
 from starlette.responses import Response
 
 from gateway.connection import json_response
-from gateway.errors import invalid, not_supported
+from gateway.errors import not_supported
 from gateway.exchange import Exchange
 from gateway.facts import Facts
-from gateway.fields import Adapters
 from gateway.options import GatewayOptions
 from gateway.peer_json import Json
 from gateway.schema import CompletionParams
-from gateway.service import answer
 from gateway.settings import short_settings
 
 _CAPABILITIES = (
@@ -69,30 +67,6 @@ async def set_props(exchange: Exchange) -> Response:
             "This server does not support changing global properties. Start it with `--props`"
         )
     await exchange.connection.body()
-    return json_response({"success": True})
-
-
-async def list_adapters(exchange: Exchange) -> Response:
-    """GET /lora-adapters."""
-    backend = exchange.backend
-    request = lora_pb2.ListAdaptersRequest()
-    reply = await answer(backend.service.lora.ListAdapters(request, metadata=backend.metadata))
-    return json_response([_adapter_json(adapter) for adapter in reply.adapters])
-
-
-async def set_adapter_scales(exchange: Exchange) -> Response:
-    """POST /lora-adapters; what is not listed becomes 0, entries without a valid id are skipped."""
-    body = await exchange.connection.json()
-    if not isinstance(body, list):
-        raise invalid("Request body must be an array")
-    scales = [
-        common_pb2.AdapterScale(adapter_id=adapter, scale=scale)
-        for adapter, scale in Adapters().read(body)
-    ]
-    backend = exchange.backend
-    request = lora_pb2.SetAdapterScalesRequest(scales=common_pb2.AdapterScales(scales=scales))
-    call = backend.service.lora.SetAdapterScales(request, metadata=backend.metadata)
-    await exchange.connection.while_connected(answer(call))
     return json_response({"success": True})
 
 
@@ -180,17 +154,3 @@ def _shown_defaults(defaults: CompletionParams) -> CompletionParams:
 
 def _capabilities(capabilities: model_pb2.ChatTemplateCapabilities) -> dict[str, Json]:
     return {f"supports_{name}": bool(getattr(capabilities, name)) for name in _CAPABILITIES}
-
-
-def _adapter_json(adapter: lora_pb2.Adapter) -> Json:
-    members: dict[str, Json] = {
-        "id": adapter.id,
-        "path": adapter.path,
-        "scale": adapter.scale,
-        "task_name": adapter.task_name,
-        "prompt_prefix": adapter.prompt_prefix,
-    }
-    if adapter.alora_invocation_tokens:
-        members["alora_invocation_string"] = adapter.alora_invocation_string
-        members["alora_invocation_tokens"] = list(adapter.alora_invocation_tokens)
-    return members

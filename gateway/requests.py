@@ -17,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvarts.v1 import common_pb2, generation_pb2, tokenization_pb2
 
 from gateway import fields, peer_json
+from gateway.adapters import KnownAdapters, known_adapters
 from gateway.errors import ApiError, ErrorKind, FieldError, invalid
 from gateway.facts import SAMPLER_VALUES, Facts
 from gateway.fields import Trigger, lenient_integer
@@ -33,6 +34,7 @@ _MIROSTAT = (
 _MAX_BREAKER_BYTES = 40
 _NO_TOKEN = 2**32 - 1
 _MAX_ANNOTATION_BYTES = 4096
+_NO_ADAPTERS = KnownAdapters()
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Resolved:
     params: CompletionParams
     bias: tuple[tuple[int, float], ...]
     preserved: tuple[int, ...]
+    adapters: KnownAdapters = _NO_ADAPTERS
 
     def settings(self) -> dict[str, peer_json.Json]:
         """The `generation_settings` that an answer shows."""
@@ -79,23 +82,24 @@ def check_params(params: CompletionParams) -> None:
 async def resolve(
     service: Service, facts: Facts, params: CompletionParams, metadata: Metadata
 ) -> Resolved:
-    """Turns what was given as text into token ids, and a schema into a grammar.
+    """Turns what was given as text into token ids, a schema into a grammar; finds the adapters.
 
     Raises:
         ApiError: the service refused a call or is gone.
     """
     if params.json_schema is not None:
         params = await _with_schema(service, params, metadata)
-    bias, preserved = await asyncio.gather(
+    bias, preserved, adapters = await asyncio.gather(
         _resolve_bias(service, facts, params.logit_bias, metadata),
         _resolve_preserved(service, params.preserved_texts, metadata),
+        known_adapters(service, params.lora, metadata),
     )
     if params.grammar_triggers:
         triggers = await _resolve_triggers(service, params.grammar_triggers, preserved, metadata)
         params = dataclasses.replace(params, grammar_triggers=triggers)
     if params.is_eos_banned:
         bias += facts.eog_bias
-    return Resolved(params, bias, preserved)
+    return Resolved(params, bias, preserved, adapters)
 
 
 def make_jobs(
@@ -158,10 +162,8 @@ def _request(
     if slot_id is not None:
         request.slot_id = slot_id
     if params.lora:
-        request.adapters.scales.extend(
-            common_pb2.AdapterScale(adapter_id=adapter, scale=scale)
-            for adapter, scale in params.lora
-        )
+        # Also where none of them is loaded: an explicit set turns the others off.
+        request.adapters.CopyFrom(resolved.adapters.message)
     # An empty one is none, whatever the server's own is.
     request.grammar = params.grammar
     if params.grammar and params.grammar_lazy:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from starlette.responses import Response
 
-from gateway import chat_routes, disabled, metrics, ops, slots, tokens
+from gateway import adapter_routes, chat_routes, disabled, metrics, ops, slots, tokens
 from gateway.completion import complete
 from gateway.embeddings import embed, embed_natively
 from gateway.errors import invalid, wrong_type
@@ -70,8 +70,8 @@ def route_table() -> list[RouteRow]:
         # Slots and adapters.
         ("GET", ("/slots",), slots.list_slots),
         ("POST", ("/slots/{id_slot}",), slots.act_on_slot),
-        ("GET", ("/lora-adapters",), ops.list_adapters),
-        ("POST", ("/lora-adapters",), ops.set_adapter_scales),
+        ("GET", ("/lora-adapters",), adapter_routes.list_adapters),
+        ("POST", ("/lora-adapters",), adapter_routes.set_adapter_scales),
         # Ours.
         ("GET", ("/pools",), get_pools),
         ("POST", ("/pools",), rebuild_pools),

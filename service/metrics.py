@@ -8,7 +8,7 @@ closed sets; no label ever holds anything that a caller wrote.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -31,7 +31,15 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from engine.errors import EngineError
-from engine.types import STEP_BOUNDS_S, CancelCause, Counters, PoolInfo, Snapshot, StepTimes
+from engine.types import (
+    STEP_BOUNDS_S,
+    AdapterInfo,
+    CancelCause,
+    Counters,
+    PoolInfo,
+    Snapshot,
+    StepTimes,
+)
 
 # What slots can be asked to do in this build.
 _SLOT_OPS = ("erase",)
@@ -138,9 +146,28 @@ class EngineCollector(Collector):
         yield from _counter_families(snapshot.counters)
         yield _gauge("requests_running", "Generations in a slot.", snapshot.running)
         yield _gauge("requests_queued", "Generations that wait.", snapshot.queued)
-        yield _gauge("adapters_loaded", "Adapters loaded.", 0)
+        yield from _adapter_families(snapshot.adapters)
         yield _step_family(snapshot.step_times)
         yield from _pool_families(snapshot.pools)
+
+
+def _adapter_families(adapters: Sequence[AdapterInfo]) -> Iterable[Metric]:
+    """By id: names may say what nobody but an administrator should read."""
+    yield _gauge("adapters_loaded", "Adapters loaded.", len(adapters))
+    families = (
+        ("adapter_bytes", "Memory that an adapter takes.", "size_bytes"),
+        ("adapter_rank", "Greatest rank of an adapter.", "rank"),
+        ("adapter_targets", "Weights that an adapter changes.", "targets"),
+        ("adapter_requests_running", "Requests that run with an adapter.", "active_requests"),
+    )
+    for name, doc, field in families:
+        family = GaugeMetricFamily(f"kvarts_{name}", doc, labels=["adapter_id"])
+        for adapter in adapters:
+            value = getattr(adapter, field)
+            family.add_metric(
+                [str(adapter.adapter_id)], len(value) if field == "targets" else value
+            )
+        yield family
 
 
 class MetricsServer:

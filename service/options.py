@@ -16,6 +16,7 @@ from typing import Any, cast
 from engine.errors import EngineError
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from engine.types import EngineConfig, Mirostat, SamplingParams
+from service.adapter_options import adapter_dir, with_adapters
 from service.defaults import GenerationDefaults
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
@@ -78,6 +79,7 @@ class ServiceOptions:
         shutdown_timeout_s: grace of running requests after the first signal.
         slot_save_path: existing folder for slot files; None keeps them off.
         slot_autosave: slots are saved there at a stop and restored after a start.
+        adapter_dir: existing folder of adapters that may be loaded later; None loads none.
         device: `auto` or `cpu`.
         pre_override: pre-tokenizer instead of the file's.
         chat_template: Jinja source, or a built-in format's name, instead of the file's template.
@@ -103,6 +105,7 @@ class ServiceOptions:
     shutdown_timeout_s: float = 2.0
     slot_save_path: str | None = None
     slot_autosave: bool = False
+    adapter_dir: str | None = None
     device: str = "auto"
     pre_override: str | None = None
     chat_template: str | None = None
@@ -122,7 +125,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
     sampling = _sampling(parsed)
     return ServiceOptions(
         model=_model_source(parsed, cache_dir),
-        engine=_engine_config(parsed, cache_dir),
+        engine=with_adapters(_engine_config(parsed, cache_dir), parsed),
         defaults=_generation_defaults(parsed, sampling),
         sampling_given=frozenset(sampling),
         aliases=parsed["aliases"],
@@ -136,6 +139,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         shutdown_timeout_s=parsed["shutdown_timeout_s"],
         slot_save_path=_slot_save_path(parsed),
         slot_autosave=_slot_autosave(parsed),
+        adapter_dir=adapter_dir(parsed),
         device="auto" if parsed["device"] == "auto" else "cpu",
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),

@@ -204,7 +204,9 @@ class Server:
             ModelServicer(bridge, has_slot_folder=has_folder), server
         )
         slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
-        lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraServicer(bridge), server)
+        lora_pb2_grpc.add_LoraServiceServicer_to_server(
+            LoraServicer(bridge, self._options.adapter_dir), server
+        )
         rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(RebuildServicer(bridge), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         _add_reflection(server)

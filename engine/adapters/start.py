@@ -17,6 +17,7 @@ from engine.errors import InvalidField
 from engine.types import EngineConfig, StartAdapter
 
 MAX_ADAPTERS = 256
+_SPARE_RANK = 16  # of places that are free at the start, unless a flag says otherwise
 MAX_RANK = 512
 """What the native kernel has room for."""
 
@@ -42,7 +43,8 @@ def capacity_for(config: EngineConfig, adapters: Sequence[NewAdapter]) -> Adapte
     count = len(adapters) if config.max_adapters is None else config.max_adapters
     rank = config.max_adapter_rank
     if rank is None:
-        rank = max((adapter.content.facts.rank for adapter in adapters), default=1)
+        least = _SPARE_RANK if count > len(adapters) else 1
+        rank = max([least, *(adapter.content.facts.rank for adapter in adapters)])
     return AdapterCapacity(count, rank)
 
 

@@ -5,6 +5,7 @@ Source: llama.cpp, common/arg.cpp, for names, variables, defaults and ranges of 
 
 from __future__ import annotations
 
+from service.flag_table.adapters import ADAPTERS
 from service.flag_table.deferred import DEFERRED
 from service.flag_table.ignored import IGNORED
 from service.flag_table.model import CONTEXT, MODEL, REQUEST
@@ -15,6 +16,7 @@ from service.flag_table.serving import ACCESS, GRPC, HTTP, LOGS, VARIABLES
 FLAGS = (
     *MODEL,
     *CONTEXT,
+    *ADAPTERS,
     *REQUEST,
     *SAMPLING,
     *GRPC,

@@ -10,7 +10,6 @@ from typing import Any
 from service.flag_values import SWITCH, TEXT, Kind, choice, integer
 from service.flags import Flag, Verdict
 
-_ADAPTERS = "LoRA adapters"
 _EMBEDDING = "embeddings and reranking"
 _REASONING = "separating a model's reasoning from its answer"
 
@@ -55,9 +54,6 @@ DEFERRED = (
         variable="LLAMA_ARG_CACHE_REUSE",
         neutral=(0,),
     ),
-    _later(_ADAPTERS, "--lora"),
-    _later(_ADAPTERS, "--lora-scaled"),
-    _later(_ADAPTERS, "--lora-init-without-apply", kind=SWITCH),
     _later(
         _EMBEDDING,
         "--embedding",

@@ -40,6 +40,10 @@ _CACHE_REUSE = Excuse("needs n_cache_reuse", _REUSE)
 _AFTER_TOOLS = Excuse("follows an answer that needs tools", _REUSE)
 _SLOT_FILES = Excuse("needs slot files")
 _TENANTS = Excuse("differs on purpose: keys do not share cached prompts", _REUSE)
+_ADAPTER_CACHE = Excuse("differs on purpose: no cached token is of another adapter set")
+_ADAPTER_SLOT = Excuse(
+    "differs on purpose: a slot of another adapter set is left to that set", frozenset({"id_slot"})
+)
 _PREEMPTION = Excuse("differs on purpose: requests wait for a full pool, none fails")
 
 
@@ -75,6 +79,10 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         ),
     },
     "messages": {"again": _HOST_CACHE},
+    "lora": {
+        "empty set is the server's": _ADAPTER_CACHE,
+        **_each(_ADAPTER_SLOT, "one of them", "server set, changed"),
+    },
     "openai_chat": {
         "logprobs": _HOST_CACHE,
         "json object": _CHAT_SCHEMA,

@@ -183,6 +183,7 @@ async def serving(
     identity: Mapping[str, Any] | None = None,
     stall_limit_s: float = 30.0,
     stop_s: float = 5.0,
+    num_adapters: int = 0,
     channel_options: Sequence[tuple[str, int]] = (),
     **changes: Any,
 ) -> AsyncGenerator[Serving]:
@@ -196,7 +197,14 @@ async def serving(
 
     def load(sink: EventSink) -> LoadedModel:
         device = runner or fitting_runner(plan)
-        engine = fake_engine(sink, config=config, runner=device, clock=clock, window=window)
+        engine = fake_engine(
+            sink,
+            config=config,
+            runner=device,
+            clock=clock,
+            window=window,
+            num_adapters=num_adapters,
+        )
         engines.append(engine)
         store = None if root is None else fake_store(root, device, plan, **(identity or {}))
         return fake_model(engines[0], **({"slot_store": store} | dict(model or {})))

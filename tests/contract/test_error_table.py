@@ -378,14 +378,6 @@ LATER: list[tuple[str, str, Any, str]] = [
         "embeddings",
     ),
     (
-        "lora",
-        "SetAdapterScales",
-        lora_pb2.SetAdapterScalesRequest(scales=common_pb2.AdapterScales()),
-        "adapters",
-    ),
-    ("lora", "LoadAdapter", lora_pb2.LoadAdapterRequest(name="a", path="a.gguf"), "adapters"),
-    ("lora", "UnloadAdapter", lora_pb2.UnloadAdapterRequest(adapter_id=0), "adapters"),
-    (
         "rebuild",
         "Rebuild",
         rebuild_pb2.RebuildRequest(target=rebuild_pb2.PoolSizes(kv_pages=64)),

@@ -169,6 +169,7 @@ class FakeService(
         self.rebuilds: list[rebuild_pb2.RebuildRequest] = []
         self.rebuilt = rebuild_pb2.RebuildResponse()
         self.adapters: list[lora_pb2.Adapter] = []
+        self.scales: list[lora_pb2.SetAdapterScalesRequest] = []
         # The calls of TokenizationService as they come; a service that stops refuses them.
         self.text_calls = asyncio.Queue[str]()
         self.is_stopping = False
@@ -342,6 +343,13 @@ class FakeService(
     async def ListAdapters(self, request: Any, context: Any) -> lora_pb2.ListAdaptersResponse:
         del request, context
         return lora_pb2.ListAdaptersResponse(adapters=self.adapters)
+
+    async def SetAdapterScales(
+        self, request: Any, context: Any
+    ) -> lora_pb2.SetAdapterScalesResponse:
+        del context
+        self.scales.append(request)
+        return lora_pb2.SetAdapterScalesResponse(adapters=self.adapters)
 
 
 def render(chat: common_pb2.ChatPrompt) -> str:

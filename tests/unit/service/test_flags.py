@@ -25,6 +25,8 @@ _SAMPLES = {
     "A;B": "top_k;temperature",
     "LETTERS": "kt",
     "ID+BIAS": "15+1.5",
+    "FNAME,...": "a.gguf,b.gguf",
+    "FNAME:SCALE,...": "a.gguf:0.5",
 }
 
 
@@ -194,7 +196,14 @@ def test_underscores_are_hyphens_in_long_names() -> None:
         (["--chat-template-kwargs", "[]"], "must be a JSON object"),
         (["--chat-template-kwargs", "[" * 100_000], "must be a JSON object"),
         (["--device", "CUDA0"], "must be one of auto, cpu, none"),
-        (["--lora", "a.gguf"], "--lora: not supported yet: LoRA adapters"),
+        (["--lora-scaled", "a.gguf"], "--lora-scaled 'a.gguf': 'a.gguf' must be FNAME:SCALE"),
+        (["--lora-scaled", "a:1,b:x"], "'b:x' must be FNAME:SCALE with a finite number"),
+        (["--lora-scaled", "a:nan"], "'a:nan' must be FNAME:SCALE"),
+        (["--lora-scaled", "a:1e39"], "'a:1e39' must be FNAME:SCALE"),
+        (["--lora-scaled", ":1"], "':1' must be FNAME:SCALE"),
+        (["--lora-scaled", "a:"], "'a:' must be FNAME:SCALE"),
+        (["--lora-max", "257"], "must be between 0 and 256"),
+        (["--lora-max-rank", "0"], "must be between 1 and 512"),
         (["--context-shift"], "--context-shift: not supported yet: shifting a full context"),
         (["--rpc", "a:1"], "--rpc: not supported: a model is placed on one device"),
         (["--draft", "1"], "--draft: not supported: the peer has removed it"),
