@@ -156,4 +156,5 @@ def _expand(scales: jax.Array, inner: jax.Array, up: jax.Array) -> jax.Array:
     """`inner` f32 [N, n, rank], scaled by place, times `up` f32 [n * rank, width]."""
     # A place that is off is zero even where what lies in it overflows.
     scaled = jnp.where(scales[..., None] != 0, inner * scales[..., None], 0.0)
-    return jnp.matmul(scaled.reshape(inner.shape[0], -1), up)
+    flat: jax.Array = scaled.reshape(inner.shape[0], -1)
+    return flat @ up
