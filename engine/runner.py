@@ -22,6 +22,7 @@ from jax import lax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
+from engine.kernels import native
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.context import vector
@@ -404,7 +405,10 @@ def _step(
     step = shape.unpack(packed)
     logits, pool, states = forward(spec, weights, places, *pools, step, shape.bucket.rows, banks)
     ids, best = _candidates(logits)
-    log_sums = jax.nn.logsumexp(logits, axis=-1)
+    if weights.is_native:
+        log_sums = native.log_sum_exp(logits)
+    else:
+        log_sums = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(logits).all(-1)
     return (ids, best, log_sums, finite, logits), (pool, states)
 

@@ -25,6 +25,7 @@ _TARGETS = (
     "kvarts_qmatmul",
     "kvarts_gather",
     "kvarts_norm",
+    "kvarts_log_sum_exp",
     "kvarts_expert_products",
     "kvarts_route",
     "kvarts_attend_f16",
@@ -99,6 +100,15 @@ def norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """
     call = jax.ffi.ffi_call("kvarts_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     return call(x, weight, epsilon=np.float32(epsilon))
+
+
+def log_sum_exp(x: jax.Array) -> jax.Array:
+    """Returns log(sum(exp(x))) of each row of f32 [N, n], as f32 [N].
+
+    XLA's own sum over a row takes another order when the number of rows changes.
+    """
+    result = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    return cast(jax.Array, jax.ffi.ffi_call("kvarts_log_sum_exp", result)(x))
 
 
 def attend(

@@ -140,6 +140,18 @@ ffi::Error NormRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::BufferR1
   return out_of_memory();
 }
 
+ffi::Error LogSumExp(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::ResultBufferR1<ffi::F32> y) try {
+  const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
+  if (cols < 1 || (int64_t)y->element_count() != rows) return invalid("log_sum_exp: shapes differ");
+  const LogSum sum{cols, x.typed_data(), y->typed_data()};
+  const Kernels& kernels = chosen();
+  const int64_t grain = rows * cols < kWorthSharing ? rows : 1;
+  parallel_for(pool, rows, grain, [sum, &kernels](int64_t f, int64_t e) noexcept { kernels.log_sum_exp(sum, f, e); });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
 // Whether what positions [earliest, latest] of a row may see lies in pages of the pool.
 bool row_fits(const Attention& a, int64_t row, int64_t earliest, int64_t latest, int64_t num_units) {
   if (latest >= a.table_pages * a.page_tokens) return false;
@@ -290,6 +302,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_norm, kvarts::NormRows,
                                   .Arg<ffi::BufferR1<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("epsilon"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_log_sum_exp, kvarts::LogSumExp,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR1<ffi::F32>>());
 
 #define KVARTS_ATTEND(NAME, HALF, TYPE)                                                                     \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                            \

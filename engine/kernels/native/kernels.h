@@ -80,6 +80,13 @@ struct Norm {
   float* y;             // [rows, cols]
 };
 
+// y = log(sum(exp(x))) of rows.
+struct LogSum {
+  int64_t cols;
+  const float* x;  // [rows, cols]
+  float* y;        // [rows]
+};
+
 // None of these throws.
 struct Kernels {
   const char* name;
@@ -92,6 +99,7 @@ struct Kernels {
   void (*decode_row)(const Matrix&, int64_t row, float* to);
   // Rows [first, end).
   void (*norm)(const Norm&, int64_t first, int64_t end);
+  void (*log_sum_exp)(const LogSum&, int64_t first, int64_t end);
   // Keys and values of tokens [first, end) into the pool.
   void (*store_tokens)(const Attention&, int64_t first, int64_t end);
   // Units [first, end) of attend_units; false if there is no memory for it.
