@@ -12,7 +12,7 @@ from gateway.dialect import Outcome, Step
 from gateway.facts import Facts
 from gateway.openai_completions import completion_id
 from gateway.peer_json import Json
-from gateway.reply import Call, ChatDelta, Reply, deltas_of
+from gateway.reply import Call, ChatDelta, Reply, behind
 from gateway.run import Sample
 from gateway.sse import NAMED_ERRORS
 from gateway.timings import Timings
@@ -39,7 +39,7 @@ class MessagesDialect:
     def step(self, step: Step) -> Sequence[Json]:
         """The start of the message with the first event, then what a token added to its blocks."""
         events = self._start(step.sample)
-        for delta in self._deltas(step.chunk.text):
+        for delta in self._with_owed(step.deltas):
             events += self.grown(delta)
         return events
 
@@ -53,7 +53,7 @@ class MessagesDialect:
     def end(self, outcome: Outcome) -> Sequence[Json]:
         """The ends of all blocks, and of the message."""
         events = self._start(outcome.sample)
-        for delta in self._deltas(""):
+        for delta in self._with_owed(()):
             events += self.grown(delta)
         if self._reply.has_reasoning:
             signature: Json = {"type": "signature_delta", "signature": ""}
@@ -77,7 +77,7 @@ class MessagesDialect:
     def whole(self, outcomes: Sequence[Outcome]) -> Json:
         """One message; a request has one sample."""
         outcome = outcomes[0]
-        for delta in self._deltas(outcome.text):
+        for delta in self._with_owed(outcome.deltas):
             self._reply.add(delta)
         finished = outcome.finished
         message = self._message(self._blocks(), finished.cached_tokens, finished.prompt_tokens)
@@ -111,9 +111,9 @@ class MessagesDialect:
             },
         }
 
-    def _deltas(self, text: str) -> list[ChatDelta]:
+    def _with_owed(self, deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
         owed, self._owed = self._owed, ""
-        return [*deltas_of(owed), *deltas_of(text)]
+        return behind(owed, deltas)
 
     @property
     def _num_text_blocks(self) -> int:

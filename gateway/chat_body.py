@@ -14,7 +14,7 @@ from kvarts.v1 import common_pb2
 
 from gateway import peer_json
 from gateway.chat_messages import check_messages, read_messages, read_tools
-from gateway.errors import invalid, not_supported, server_fault, wrong_type
+from gateway.errors import invalid, server_fault, wrong_type
 from gateway.fields import lenient_flag, lenient_integer, members_of
 from gateway.schema import REASONING_FORMATS
 
@@ -57,7 +57,7 @@ def read_chat_body(body: Any, server: ChatServer) -> ChatBody:
     """Reads a chat body.
 
     Raises:
-        ApiError: it is refused; 501 names a feature that this build does not have.
+        ApiError: it is refused.
     """
     members = members_of(body)
     tool_choice = _lenient_text(members.get("tool_choice"), "auto")
@@ -199,7 +199,6 @@ def _check_tools(body: Mapping[str, Any], chat: common_pb2.ChatPrompt) -> None:
         raise invalid("Cannot use custom grammar constraints with tools.")
     if lenient_flag(body.get("logprobs"), False) and lenient_flag(body.get("stream"), False):
         raise invalid("logprobs is not supported with tools + stream")
-    raise not_supported("not supported: tools")
 
 
 def _read_template_kwargs(

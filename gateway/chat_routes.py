@@ -39,7 +39,7 @@ async def chat_completions(exchange: Exchange) -> Response | EventStream:
         is_prefill_streamed=read.is_prefill_echoed,
         is_verbose=is_verbose,
     )
-    return await complete(exchange.connection, backend, fields, dialect)
+    return await complete(exchange.connection, backend, fields, dialect, read.chat)
 
 
 async def messages(exchange: Exchange) -> Response | EventStream:
@@ -49,7 +49,7 @@ async def messages(exchange: Exchange) -> Response | EventStream:
         _prompted(exchange, read, is_verbose=False)
     )
     dialect = MessagesDialect(backend.facts, prefill=read.prefill)
-    return await complete(exchange.connection, backend, fields, dialect)
+    return await complete(exchange.connection, backend, fields, dialect, read.chat)
 
 
 async def responses(exchange: Exchange) -> Response | EventStream:
@@ -59,7 +59,7 @@ async def responses(exchange: Exchange) -> Response | EventStream:
         _prompted(exchange, read, is_verbose=False)
     )
     dialect = ResponsesDialect(backend.facts, prefill=read.prefill)
-    return await complete(exchange.connection, backend, fields, dialect)
+    return await complete(exchange.connection, backend, fields, dialect, read.chat)
 
 
 async def read_chat(

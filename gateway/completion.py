@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from kvarts.v1 import generation_pb2
+from kvarts.v1 import common_pb2, generation_pb2
 from starlette.responses import Response
 
 from gateway import end_facts, probabilities
@@ -27,6 +27,7 @@ from gateway.facts import Facts
 from gateway.off_loop import off_loop
 from gateway.peer_json import Json
 from gateway.prompts import Prompt, check_vocabulary, read_prompts, tokenize_all
+from gateway.reply import with_ids
 from gateway.requests import Job, check_params, make_jobs, resolve
 from gateway.run import Event, Run, Sample, timings_of
 from gateway.schema import CompletionParams, read_params
@@ -85,16 +86,27 @@ class _Work:
 
 
 async def complete(
-    connection: Connection, backend: Backend, body: Mapping[str, Any], dialect: Dialect
+    connection: Connection,
+    backend: Backend,
+    body: Mapping[str, Any],
+    dialect: Dialect,
+    chat: common_pb2.ChatPrompt | None = None,
 ) -> Response | EventStream:
     """Serves a completion body that already has a `prompt`.
+
+    Args:
+        connection: The client.
+        backend: Where the request goes.
+        body: The completion's fields.
+        dialect: What answers look like.
+        chat: The conversation that the prompt is, where the answer is a message.
 
     Raises:
         ApiError: the body is refused, or the first thing that happens is an error.
     """
     size = connection.body_bytes
     prompts, params = await off_loop(lambda: read_body(body, backend.facts), weight=size)
-    jobs = await connection.while_connected(_prepare(backend, body, prompts, params, size))
+    jobs = await connection.while_connected(_prepare(backend, body, prompts, params, size, chat))
     work = _Work(backend, jobs, dialect, params, size)
     if not params.stream:
         response = await connection.while_connected(_whole(work))
@@ -134,11 +146,12 @@ async def _prepare(
     prompts: Sequence[Prompt],
     params: CompletionParams,
     body_bytes: int,
+    chat: common_pb2.ChatPrompt | None,
 ) -> list[Job]:
     service, facts, metadata = backend.service, backend.facts, backend.metadata
     resolved = await resolve(service, facts, params, metadata)
     tokens = await tokenize_all(service, prompts, metadata)
-    return await off_loop(lambda: make_jobs(facts, body, resolved, tokens), weight=body_bytes)
+    return await off_loop(lambda: make_jobs(facts, body, resolved, tokens, chat), weight=body_bytes)
 
 
 async def _whole(work: _Work) -> Response:
@@ -231,7 +244,8 @@ def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
 
 def _end(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts) -> Outcome:
     prompt_text = facts.prompt_texts.get(sample.job.prompt, "")
-    return Outcome(sample, finished, "", (), (), prompt_text, timings_of(finished))
+    deltas = with_ids(finished.chat_deltas)
+    return Outcome(sample, finished, "", (), (), prompt_text, deltas, timings_of(finished))
 
 
 def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
@@ -246,6 +260,9 @@ def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
         tokens=[chunk.token_id for chunk in sample.chunks] if params.return_tokens else (),
         probabilities=_entries(sample, finished, facts),
         prompt_text=facts.prompt_texts.get(sample.job.prompt, ""),
+        deltas=with_ids(
+            delta for event in (*sample.chunks, finished) for delta in event.chat_deltas
+        ),
         timings=timings_of(finished),
     )
 

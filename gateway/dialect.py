@@ -9,6 +9,7 @@ from typing import Protocol
 from kvarts.v1 import generation_pb2
 
 from gateway.peer_json import Json
+from gateway.reply import ChatDelta, with_ids
 from gateway.run import Sample
 from gateway.sse import Framing
 from gateway.timings import Timings
@@ -23,12 +24,18 @@ class Step:
     timings: Timings | None
     probability: Json
 
+    @property
+    def deltas(self) -> Sequence[ChatDelta]:
+        """What the token added to a chat's message."""
+        return with_ids(self.chunk.chat_deltas)
+
 
 @dataclass(frozen=True)
 class Outcome:
     """A complete sample: everything that any dialect's answer can show.
 
-    `text`, `tokens` and `probabilities` are empty at the end of a stream, which has sent them.
+    `text`, `tokens` and `probabilities` are empty at the end of a stream, which has sent them;
+    `deltas` are then what the end added to a chat's message, else all of it.
     `prompt_text` is "" unless the dialect asked for it.
     """
 
@@ -38,6 +45,7 @@ class Outcome:
     tokens: Sequence[int]
     probabilities: Sequence[Json]
     prompt_text: str
+    deltas: Sequence[ChatDelta]
     timings: Timings
 
 

@@ -17,6 +17,7 @@ from gateway.openai_completions import (
     usage,
 )
 from gateway.peer_json import Json
+from gateway.reply import Call, ChatDelta, Reply, behind
 from gateway.run import Sample
 from gateway.sse import DONE
 from gateway.timings import Timings
@@ -41,12 +42,14 @@ class ChatDialect:
         self._prefill = prefill
         self._owed = prefill if is_prefill_streamed else ""
         self._has_sent: set[int] = set()
+        # Samples that have called a tool.
+        self._callers: set[int] = set()
         self.needs_prompt_text = is_verbose
 
     def step(self, step: Step) -> Sequence[Json]:
         """The role with the first token, then what a token released; nothing if it held back."""
         deltas: list[Json] = [_ROLE] if step.chunk.completion_tokens == 1 else []
-        deltas += self._content(step.sample, step.chunk.text)
+        deltas += self._grown(step.sample, step.deltas)
         events = [self._event(step.sample, delta, None) for delta in deltas]
         if not events:
             return []
@@ -62,7 +65,7 @@ class ChatDialect:
         self, sample: Sample, progress: generation_pb2.Progress, timings: Timings | None
     ) -> Sequence[Json]:
         """The role again with every piece of the prompt, as the peer sends it."""
-        deltas = [_ROLE, *self._content(sample, "")]
+        deltas = [_ROLE, *self._grown(sample, ())]
         events = [self._event(sample, delta, None) for delta in deltas]
         if timings is not None:
             events[-1]["timings"] = timings.to_json()
@@ -72,8 +75,9 @@ class ChatDialect:
     def end(self, outcome: Outcome) -> Sequence[Json]:
         """The finish reason, and the usage in an event of its own where it was asked for."""
         sample, params = outcome.sample, outcome.sample.job.params
-        events = [self._event(sample, delta, None) for delta in self._content(sample, "")]
-        events.append(self._event(sample, {}, finish_reason(outcome)))
+        events = [self._event(sample, delta, None) for delta in self._grown(sample, outcome.deltas)]
+        has_calls = sample.job.index in self._callers
+        events.append(self._event(sample, {}, _reason(outcome, has_calls=has_calls)))
         if params.include_usage:
             total = self._event(sample, {}, None)
             total["choices"] = ()
@@ -90,11 +94,15 @@ class ChatDialect:
         """One object with a choice per sample; its other members are the first sample's."""
         return merged_choices([self._final(outcome) for outcome in outcomes])
 
-    def _content(self, sample: Sample, text: str) -> list[Json]:
-        if sample.job.index not in self._has_sent:
-            self._has_sent.add(sample.job.index)
-            text = self._owed + text
-        return [{"content": text}] if text else []
+    def _grown(self, sample: Sample, deltas: Sequence[ChatDelta]) -> list[Json]:
+        """The pieces as the peer writes them, behind what is owed of the last message."""
+        index = sample.job.index
+        if index not in self._has_sent:
+            self._has_sent.add(index)
+            deltas = behind(self._owed, deltas)
+        if any(delta.HasField("tool_call") for delta in deltas):
+            self._callers.add(index)
+        return [_delta(delta) for delta in deltas]
 
     def _choice(self, sample: Sample, delta: Json, reason: str | None) -> dict[str, Json]:
         return {"finish_reason": reason, "index": sample.job.index, "delta": delta}
@@ -111,10 +119,22 @@ class ChatDialect:
         }
 
     def _final(self, outcome: Outcome) -> dict[str, Json]:
+        reply = Reply()
+        for delta in outcome.deltas:
+            reply.add(delta)
+        cut = len(reply.content) - outcome.finished.indent_cut_chars
+        message: dict[str, Json] = {
+            "role": "assistant",
+            "content": self._prefill + reply.content[:cut],
+        }
+        if reply.has_reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["tool_calls"] = [_call(call) for call in reply.calls]
         choice: dict[str, Json] = {
-            "finish_reason": finish_reason(outcome),
+            "finish_reason": _reason(outcome, has_calls=bool(reply.calls)),
             "index": outcome.sample.job.index,
-            "message": {"role": "assistant", "content": self._prefill + outcome.text},
+            "message": message,
         }
         if outcome.probabilities:
             choice["logprobs"] = {"content": outcome.probabilities}
@@ -125,3 +145,33 @@ class ChatDialect:
             "usage": usage(outcome),
             "id": self._id,
         } | closing(outcome, self._facts.name)
+
+
+def _reason(outcome: Outcome, *, has_calls: bool) -> str:
+    reason = finish_reason(outcome)
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _delta(delta: ChatDelta) -> dict[str, Json]:
+    match delta.WhichOneof("delta"):
+        case "reasoning":
+            return {"reasoning_content": delta.reasoning}
+        case "tool_call":
+            return {"tool_calls": [_call_piece(delta.tool_call)]}
+        case _:
+            return {"content": delta.content}
+
+
+def _call_piece(piece: generation_pb2.ToolCallDelta) -> dict[str, Json]:
+    shown: dict[str, Json] = {"index": piece.index}
+    function: dict[str, Json] = {}
+    if piece.name:
+        shown |= {"id": piece.id, "type": "function"}
+        function["name"] = piece.name
+    function["arguments"] = piece.arguments_json
+    return shown | {"function": function}
+
+
+def _call(call: Call) -> dict[str, Json]:
+    function: dict[str, Json] = {"name": call.name, "arguments": call.arguments_json}
+    return {"type": "function", "function": function, "id": call.call_id}

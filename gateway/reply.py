@@ -1,14 +1,16 @@
 """The assistant's message as it grows: what the text of a chat adds to it, and what it has become.
 
-Knows no dialect. Until answers are parsed, all text is content.
+Knows no dialect; the service tells reasoning, content and calls apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvarts.v1 import generation_pb2
+
+from gateway.facts import random_id
 
 ChatDelta = generation_pb2.ChatDelta
 
@@ -74,6 +76,23 @@ class Reply:
             self.calls[-1].arguments.append(piece.arguments_json)
 
 
-def deltas_of(text: str) -> Sequence[ChatDelta]:
-    """What a piece of text adds to the message."""
-    return [ChatDelta(content=text)] if text else []
+def with_ids(deltas: Iterable[ChatDelta]) -> list[ChatDelta]:
+    """Gives an id to every call that begins without one, as the peer does."""
+    named: list[ChatDelta] = []
+    for delta in deltas:
+        if delta.tool_call.name and not delta.tool_call.id:
+            named.append(ChatDelta())
+            named[-1].CopyFrom(delta)
+            named[-1].tool_call.id = random_id()
+        else:
+            named.append(delta)
+    return named
+
+
+def behind(text: str, deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
+    """Puts a text in front of what a message grew by, in one piece with content that follows."""
+    if not text:
+        return list(deltas)
+    if deltas and deltas[0].HasField("content"):
+        return [ChatDelta(content=text + deltas[0].content), *deltas[1:]]
+    return [ChatDelta(content=text), *deltas]

@@ -31,6 +31,12 @@ _MIROSTAT = (
     generation_pb2.MIROSTAT_V1,
     generation_pb2.MIROSTAT_V2,
 )
+_REASONING_FORMATS = {
+    "none": generation_pb2.REASONING_FORMAT_NONE,
+    "auto": generation_pb2.REASONING_FORMAT_AUTO,
+    "deepseek": generation_pb2.REASONING_FORMAT_DEEPSEEK,
+    "deepseek-legacy": generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY,
+}
 _MAX_BREAKER_BYTES = 40
 _NO_TOKEN = 2**32 - 1
 _MAX_ANNOTATION_BYTES = 4096
@@ -103,9 +109,17 @@ async def resolve(
 
 
 def make_jobs(
-    facts: Facts, body: Mapping[str, Any], resolved: Resolved, prompts: Sequence[tuple[int, ...]]
+    facts: Facts,
+    body: Mapping[str, Any],
+    resolved: Resolved,
+    prompts: Sequence[tuple[int, ...]],
+    chat: common_pb2.ChatPrompt | None = None,
 ) -> list[Job]:
-    """One job per prompt and sample, in the order of their indexes."""
+    """One job per prompt and sample, in the order of their indexes.
+
+    Where the one prompt is a conversation, that is sent: the service then tells what the answer's
+    text adds to its message.
+    """
     jobs: list[Job] = []
     slot_id = _slot_id(body, facts.info.num_slots)
     for prompt in prompts:
@@ -114,8 +128,20 @@ def make_jobs(
             # Siblings of a pinned sample would only wait for each other.
             pinned = slot_id if sample == 0 else None
             request = _request(facts, job, prompt, pinned)
+            if chat is not None:
+                _ask_for_message(request, job.params, chat)
             jobs.append(Job(len(jobs), prompt, job, request, is_sibling=sample > 0))
     return jobs
+
+
+def _ask_for_message(
+    request: generation_pb2.GenerateRequest, params: CompletionParams, chat: common_pb2.ChatPrompt
+) -> None:
+    request.chat.CopyFrom(chat)
+    request.reasoning.format = _REASONING_FORMATS[params.reasoning_format]
+    if params.grammar:
+        # As in the peer, a format of the answer leaves no room for calls.
+        request.chat.tool_choice = common_pb2.TOOL_CHOICE_NONE
 
 
 def _nth_sample(params: CompletionParams, sample: int) -> CompletionParams:

@@ -11,7 +11,7 @@ from kvarts.v1 import generation_pb2
 from gateway.dialect import Outcome, Step, progress_json
 from gateway.facts import Facts, random_id
 from gateway.peer_json import Json
-from gateway.reply import Call, ChatDelta, Reply, deltas_of
+from gateway.reply import Call, ChatDelta, Reply, behind
 from gateway.run import Sample
 from gateway.sse import NAMED
 from gateway.timings import Timings
@@ -38,7 +38,7 @@ class ResponsesDialect:
     def step(self, step: Step) -> Sequence[Json]:
         """The start of the response with the first event, then what a token added to its items."""
         events = self._start()
-        for delta in self._deltas(step.chunk.text):
+        for delta in self._with_owed(step.deltas):
             events += self.grown(delta)
         if events and step.timings is not None:
             events[-1]["data"]["timings"] = step.timings.to_json()
@@ -59,7 +59,7 @@ class ResponsesDialect:
     def end(self, outcome: Outcome) -> Sequence[Json]:
         """The ends of all items, and of the response."""
         events = self._start()
-        for delta in self._deltas(""):
+        for delta in self._with_owed(outcome.deltas):
             events += self.grown(delta)
         items: list[Json] = []
         for item in self._stream_items():
@@ -86,7 +86,7 @@ class ResponsesDialect:
     def whole(self, outcomes: Sequence[Outcome]) -> Json:
         """One response; a request has one sample."""
         outcome = outcomes[0]
-        for delta in self._deltas(outcome.text):
+        for delta in self._with_owed(outcome.deltas):
             self._reply.add(delta)
         now = int(time.time())
         return {
@@ -112,9 +112,9 @@ class ResponsesDialect:
     def _state(self) -> Json:
         return {"id": self._id, "object": "response", "status": "in_progress"}
 
-    def _deltas(self, text: str) -> list[ChatDelta]:
+    def _with_owed(self, deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
         owed, self._owed = self._owed, ""
-        return [*deltas_of(owed), *deltas_of(text)]
+        return behind(owed, deltas)
 
     def grown(self, delta: ChatDelta) -> list[dict[str, Any]]:
         """The events of one piece: its item's start, where it is the first, and the piece."""

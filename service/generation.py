@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import grpc
-from kvarts.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from kvarts.v1 import generation_pb2, generation_pb2_grpc
 
 from engine.errors import NotSupported
 from engine.types import Chunk, Event, Finished, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
+from service.chat_output import ChatOutput, ChatReader, plan_output
 from service.constraint import read_constraint
 from service.deadline import CallDeadline
 from service.metrics import Metrics
@@ -55,6 +58,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         record = telemetry.current()
         prompt = await read_prompt(request, model)
         constraint = await read_constraint(request, model)
+        output: ChatOutput | None = None
+        if prompt.chat is not None:
+            output = await asyncio.to_thread(plan_output, request, prompt.chat, model)
+            constraint = output.constraint or constraint
         requests = convert.to_requests(
             request,
             request_id=record.request_id,
@@ -64,8 +71,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant=record.tenant,
             constraint=constraint,
         )
+        if output is not None and output.shown:
+            requests = tuple(
+                replace(one, preserved_tokens=one.preserved_tokens | output.shown)
+                for one in requests
+            )
         observer = _Observer(record, self._metrics, self._clock, len(requests))
-        answer = _Answer(record.request_id, None if prompt.chat is None else prompt.chat.echo)
+        answer = _Answer(record.request_id, output)
         async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
             async for sample, event in events:
                 if observer.see(sample, event):
@@ -75,13 +87,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 class _Answer:
-    """Turns the events of one call into messages; `echo` is None where the prompt is no chat."""
+    """Turns the events of one call into messages; `output` is None where the prompt is no chat."""
 
-    def __init__(self, request_id: str, echo: str | None) -> None:
+    def __init__(self, request_id: str, output: ChatOutput | None) -> None:
         self._request_id = request_id
-        self._is_chat = echo is not None
-        self._echo = echo or ""
-        self._echoed: set[int] = set()
+        self._output = output
+        self._readers: dict[int, ChatReader] = {}
 
     def message(self, sample: int, event: Event) -> GenerateResponse:
         match event:
@@ -94,18 +105,19 @@ class _Answer:
                 deltas = self._deltas(sample, event.text)
                 return GenerateResponse(chunk=convert.from_chunk(event, sample, deltas))
             case Finished():
-                deltas = self._deltas(sample, event.unsent_text)
+                deltas = self._deltas(sample, event.unsent_text, is_last=True)
                 return GenerateResponse(finished=convert.from_finished(event, sample, deltas))
             case _:
                 raise AssertionError(f"{type(event).__name__} ends a stream with a status")
 
-    def _deltas(self, sample: int, text: str) -> Sequence[generation_pb2.ChatDelta]:
-        if not self._is_chat:
+    def _deltas(
+        self, sample: int, text: str, *, is_last: bool = False
+    ) -> Sequence[generation_pb2.ChatDelta]:
+        if self._output is None:
             return ()
-        if sample not in self._echoed:
-            self._echoed.add(sample)
-            text = self._echo + text
-        return (generation_pb2.ChatDelta(content=text),) if text else ()
+        if sample not in self._readers:
+            self._readers[sample] = self._output.begin()
+        return self._readers[sample].push(text, is_last=is_last)
 
 
 class _Observer:
@@ -173,10 +185,6 @@ def _refuse_what_is_missing(request: GenerateRequest) -> None:
     Raises:
         NotSupported: Names the feature.
     """
-    if request.chat.tools and request.chat.tool_choice != common_pb2.TOOL_CHOICE_NONE:
-        raise NotSupported("tool calls")
     reasoning = request.reasoning
-    if reasoning.format > generation_pb2.REASONING_FORMAT_NONE:
-        raise NotSupported("reasoning format")
     if reasoning.HasField("budget_tokens") and reasoning.budget_tokens >= 0:
         raise NotSupported("reasoning budget")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from engine.engine import Engine
 from engine.slots.store import SlotStore
+from engine.text.chat_format import ChatFormat, find_format
 from engine.text.grammar.matcher import GrammarCompiler
 from engine.types import EventSink
 from service.defaults import GenerationDefaults
@@ -133,6 +134,11 @@ class LoadedModel:
     has_jinja: bool = True
     device: str = "cpu"
     slot_store: SlotStore | None = None
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model's family writes reasoning and tool calls."""
+        return find_format((self.facts.chat_template or "") + self.facts.tool_use_template)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

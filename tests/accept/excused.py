@@ -112,19 +112,4 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
     "stream": {
         "two samples": _SAMPLES,
     },
-    "tools": {
-        **_each(
-            _TOOLS,
-            "required",
-            "required, stream",
-            "call cut by the limit",
-            "auto",
-            "required, but it only talks",
-            "answer to a result",
-            "rendered",
-            "responses",
-            "messages",
-        ),
-        "none": _AFTER_TOOLS,
-    },
 }

@@ -247,6 +247,10 @@ class GrammarState:
         else:
             self.take([self._trie.first_byte + value for value in piece], token_id, piece)
 
+    def copy(self) -> GrammarState:
+        """Returns a state that goes its own way."""
+        return GrammarState(self._matcher.deep_copy(), self._trie)
+
     def take(self, entries: Sequence[int], token_id: int, piece: bytes) -> None:
         """Consumes entries of the trie that come from one token."""
         self._mask = None

@@ -82,12 +82,19 @@ def schema_to_gbnf(schema: Any, *, is_strict: bool = False) -> SchemaGrammar:
 class SchemaWriter:
     """Writes the rules of one document's schemas."""
 
-    def __init__(self, document: Document, rules: Rules | None = None) -> None:
+    def __init__(self, document: Document, rules: Rules | None = None, *, prefix: str = "") -> None:
+        """Begins a document; `prefix` keeps its references apart from others in the same rules."""
         self.rules = Rules() if rules is None else rules
+        self._prefix = prefix
         self._document = document
         self._ignored = list(document.ignored)
         self._being_written: set[str] = set()
         self._num_chars = 0
+
+    @property
+    def root(self) -> Schema:
+        """The document's own schema."""
+        return self._document.root
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
@@ -141,7 +148,7 @@ class SchemaWriter:
         return self.rules.add_builtin(kind, "root" if rule_name == "root" else None)
 
     def _resolved(self, ref: str) -> str:
-        name = reference_name(ref)
+        name = self._prefix + reference_name(ref)
         if name in self.rules or ref in self._being_written:
             return name
         self._being_written.add(ref)

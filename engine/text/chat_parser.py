@@ -1,0 +1,208 @@
+"""A chat model's text as a message: reasoning, content and tool calls, while it arrives.
+
+What a piece adds is told at once, but for what may still be part of a tag. All that is told of one
+kind, joined, is the message, so a stream and a whole answer are the same.
+
+Example:
+    >>> parser = MessageParser(find_format(template), parses_tools=True, reads_reasoning=True)
+    >>> parser.push("<think>hm</think>hello") + parser.finish()
+    [Reasoning('hm'), Content('hello')]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from engine.text.call_reader import CallPiece, CallReader
+from engine.text.chat_format import ChatFormat
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text of the reasoning before it."""
+
+    text: str
+
+
+Delta = Content | Reasoning | CallPiece
+
+
+class _Place(Enum):
+    START = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALLS = auto()
+
+
+class MessageParser:
+    """The message of one generation. Not shared between threads."""
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        *,
+        parses_tools: bool,
+        reads_reasoning: bool,
+        begins_in_reasoning: bool = False,
+    ) -> None:
+        """Begins a message.
+
+        Args:
+            chat_format: The model's family.
+            parses_tools: Looks for tool calls.
+            reads_reasoning: Tells reasoning from content.
+            begins_in_reasoning: The prompt has opened the reasoning.
+        """
+        self._tools = chat_format.tools if parses_tools else None
+        self._reasoning = chat_format.reasoning if reads_reasoning else None
+        self._place = _Place.START if self._reasoning else _Place.CONTENT
+        if self._reasoning and begins_in_reasoning:
+            self._place = _Place.REASONING
+        self._held = ""
+        self._is_trimming = False
+        self._calls = CallReader(self._tools) if self._tools else None
+
+    def push(self, text: str) -> list[Delta]:
+        """Takes text and returns what it added."""
+        self._held += text
+        deltas: list[Delta] = []
+        while self._advance(deltas, is_last=False):
+            pass
+        return _joined(deltas)
+
+    def finish(self) -> list[Delta]:
+        """Returns what was held back: no more text will come."""
+        deltas: list[Delta] = []
+        while self._advance(deltas, is_last=True):
+            pass
+        return _joined(deltas)
+
+    def _advance(self, deltas: list[Delta], *, is_last: bool) -> bool:
+        """Moves on by one place; True if there may be more to do."""
+        match self._place:
+            case _Place.START:
+                return self._start(is_last=is_last)
+            case _Place.REASONING:
+                return self._reason(deltas, is_last=is_last)
+            case _Place.CONTENT:
+                return self._content(deltas, is_last=is_last)
+            case _Place.CALLS:
+                return self._call(deltas, is_last=is_last)
+
+    def _start(self, *, is_last: bool) -> bool:
+        """Before the first word: reasoning, or not."""
+        assert self._reasoning is not None
+        text = self._held.lstrip()
+        tag = self._reasoning.start
+        if text.startswith(tag):
+            self._held = text[len(tag) :]
+            self._place, self._is_trimming = _Place.REASONING, True
+            return True
+        if not is_last and tag.startswith(text):
+            return False
+        self._place = _Place.CONTENT
+        return True
+
+    def _reason(self, deltas: list[Delta], *, is_last: bool) -> bool:
+        assert self._reasoning is not None
+        if self._is_trimming:
+            self._held = self._held.lstrip()
+            self._is_trimming = not self._held
+        found = self._take_until(self._reasoning.end, is_last=is_last, trims=True)
+        if found.text:
+            deltas.append(Reasoning(found.text))
+        if found.is_complete:
+            self._place, self._is_trimming = _Place.CONTENT, True
+        return found.is_complete
+
+    def _content(self, deltas: list[Delta], *, is_last: bool) -> bool:
+        if self._is_trimming:
+            self._held = self._held.lstrip()
+            self._is_trimming = not self._held
+        if self._tools is None:
+            found = _Found(self._held, is_complete=False)
+            self._held = ""
+        elif self._tools.start:
+            found = self._take_until(self._tools.start, is_last=is_last)
+        else:
+            found = self._take_bare(is_last=is_last)
+        if found.text:
+            deltas.append(Content(found.text))
+        if found.is_complete:
+            self._place = _Place.CALLS
+        return found.is_complete
+
+    def _take_bare(self, *, is_last: bool) -> _Found:
+        """A call without a mark is the whole message: it begins with a brace."""
+        text = self._held.lstrip()
+        if text.startswith("{"):
+            self._held = text
+            return _Found("", is_complete=True)
+        if text or is_last:
+            found = _Found(self._held, is_complete=False)
+            self._held, self._tools = "", None
+            return found
+        return _Found("", is_complete=False)
+
+    def _call(self, deltas: list[Delta], *, is_last: bool) -> bool:
+        assert self._calls is not None
+        deltas += self._calls.push(self._held)
+        self._held = ""
+        if not self._calls.is_done:
+            return False
+        self._held, self._calls = self._calls.rest, self._calls.next()
+        self._place, self._is_trimming = _Place.CONTENT, True
+        return bool(self._held) or is_last
+
+    def _take_until(self, mark: str, *, is_last: bool, trims: bool = False) -> _Found:
+        """Takes what comes before a mark, and the mark; what may begin one is left.
+
+        `trims`: white space at the end belongs to neither side.
+        """
+        at = self._held.find(mark)
+        if at >= 0:
+            text, self._held = self._held[:at], self._held[at + len(mark) :]
+            return _Found(text.rstrip() if trims else text, is_complete=True)
+        num_kept = 0 if is_last else _overlap(self._held, mark)
+        text = self._held[: len(self._held) - num_kept]
+        if trims:
+            text = text.rstrip()
+        self._held = "" if is_last else self._held[len(text) :]
+        return _Found(text, is_complete=False)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was taken, and whether a mark came behind it."""
+
+    text: str
+    is_complete: bool
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text may begin a mark."""
+    return next(
+        (n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0
+    )
+
+
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """Joins neighbours of one kind."""
+    result: list[Delta] = []
+    for delta in deltas:
+        last = result[-1] if result else None
+        if isinstance(delta, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + delta.text)
+        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + delta.text)
+        else:
+            result.append(delta)
+    return result

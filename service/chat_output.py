@@ -1,0 +1,170 @@
+"""What becomes of a chat's answer: which grammar calls follow, and its parts as they arrive.
+
+Source: llama.cpp `peg_generator::generate_parser` for when calls are constrained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvarts.v1 import common_pb2, generation_pb2
+
+from engine.constraint import Constraint
+from engine.errors import InvalidField, NotSupported
+from engine.text.call_reader import CallPiece
+from engine.text.chat_format import ChatFormat, ToolFormat
+from engine.text.chat_grammar import CallableTool, call_grammar
+from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
+from engine.text.grammar.lazy import CallGrammar, Triggers
+from service.chat import RenderedChat
+from service.json_text import json_object
+from service.loaded import LoadedModel
+
+ChatDelta = generation_pb2.ChatDelta
+GenerateRequest = generation_pb2.GenerateRequest
+
+# A call without a mark is all of the message, and begins with a brace.
+_BARE_CALL = r"^\s*(\{)"
+_ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True)
+class ChatOutput:
+    """How the answers of one call are made and read. `shown` tokens belong to the format's marks."""
+
+    constraint: Constraint | None
+    shown: frozenset[int]
+    begin: Callable[[], ChatReader]
+
+
+class ChatReader:
+    """Reads one answer; `echo` is told before it."""
+
+    def __init__(self, parsers: Sequence[tuple[MessageParser, bool]], echo: str) -> None:
+        """Begins an answer. Of a parser paired with True only the reasoning counts."""
+        self._parsers = parsers
+        self._echo = echo
+
+    def push(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
+        """Returns what a text adds to the message."""
+        deltas = [ChatDelta(content=self._echo)] if self._echo else []
+        self._echo = ""
+        for parser, only_reasoning in self._parsers:
+            told = parser.push(text) + (parser.finish() if is_last else [])
+            deltas += [
+                _message(delta)
+                for delta in told
+                if not only_reasoning or isinstance(delta, Reasoning)
+            ]
+        return deltas
+
+
+def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel) -> ChatOutput:
+    """Decides how a chat's answers are constrained and read. Slow: not for an event loop.
+
+    Raises:
+        BadSchema: A tool's parameters cannot be read.
+        InvalidField: Tools beside a grammar of the request's own, or parameters that are no JSON.
+        NotSupported: A call is required, but how the model writes calls is not known.
+    """
+    chat_format = model.chat_format
+    tools = _offered(request, chat_format)
+    constraint = None
+    shown: frozenset[int] = frozenset()
+    if tools is not None:
+        if request.WhichOneof("constraint") is not None and (
+            request.grammar or request.json_schema
+        ):
+            raise InvalidField("grammar", "a grammar or schema beside tools")
+        shown = _tokens_of(tools, model)
+        constraint = _constraint(request, tools, shown, model)
+    return ChatOutput(constraint, shown, _beginner(request, chat, chat_format, tools))
+
+
+def _offered(request: GenerateRequest, chat_format: ChatFormat) -> ToolFormat | None:
+    chat = request.chat
+    if not chat.tools or chat.tool_choice == common_pb2.TOOL_CHOICE_NONE:
+        return None
+    is_required = chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
+    if chat_format.tools is None and is_required:
+        raise NotSupported("required tool calls (how this model's template writes them is unknown)")
+    return chat_format.tools
+
+
+def _tokens_of(tools: ToolFormat, model: LoadedModel) -> frozenset[int]:
+    """The marks that are one token each, whose text must be seen."""
+    found: set[int] = set()
+    for mark in (tools.start, tools.end):
+        tokens = model.tokenizer.encode(mark, add_special=False, parse_special=True) if mark else []
+        if len(tokens) == 1 and tokens[0] not in model.tokenizer.eog_tokens:
+            found.add(tokens[0])
+    return frozenset(found)
+
+
+def _constraint(
+    request: GenerateRequest, tools: ToolFormat, shown: frozenset[int], model: LoadedModel
+) -> Constraint:
+    chat = request.chat
+    callable_tools = [
+        CallableTool(
+            tool.name,
+            json_object(tool.parameters_json or _ANY_OBJECT, f"chat.tools[{i}].parameters_json"),
+        )
+        for i, tool in enumerate(chat.tools)
+    ]
+    parallel = model.facts.chat_capabilities.get("parallel_tool_calls", False)
+    if chat.HasField("parallel_tool_calls"):
+        parallel = chat.parallel_tool_calls
+    grammar = call_grammar(tools, callable_tools, parallel=parallel)
+    compiled = model.grammars.compile(grammar, shown=shown | frozenset(request.preserved_tokens))
+    is_required = chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
+    if not tools.start and is_required:
+        return compiled
+    triggers = Triggers.of(words=[tools.start] if tools.start else [])
+    if not tools.start:
+        triggers = Triggers.of(patterns=[_BARE_CALL])
+    return CallGrammar(compiled, triggers, is_required=is_required)
+
+
+def _beginner(
+    request: GenerateRequest, chat: RenderedChat, chat_format: ChatFormat, tools: ToolFormat | None
+) -> Callable[[], ChatReader]:
+    reading = request.reasoning.format
+    reads_reasoning = reading != generation_pb2.REASONING_FORMAT_NONE
+    keeps_reasoning = reading == generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY
+    tags = chat_format.reasoning
+    is_open = tags is not None and chat.text.rstrip().endswith(tags.start)
+
+    def parser(*, reads: bool) -> MessageParser:
+        return MessageParser(
+            chat_format,
+            parses_tools=tools is not None,
+            reads_reasoning=reads,
+            begins_in_reasoning=is_open,
+        )
+
+    def begin() -> ChatReader:
+        parsers = [(parser(reads=reads_reasoning and not keeps_reasoning), False)]
+        if keeps_reasoning:
+            parsers.insert(0, (parser(reads=True), True))
+        return ChatReader(parsers, chat.echo)
+
+    return begin
+
+
+def _message(delta: Delta) -> ChatDelta:
+    match delta:
+        case Content(text):
+            return ChatDelta(content=text)
+        case Reasoning(text):
+            return ChatDelta(reasoning=text)
+        case CallPiece():
+            return ChatDelta(
+                tool_call=generation_pb2.ToolCallDelta(
+                    index=delta.index,
+                    id=delta.call_id,
+                    name=delta.name,
+                    arguments_json=delta.arguments,
+                )
+            )
