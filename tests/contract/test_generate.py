@@ -225,13 +225,15 @@ async def test_a_time_limit_ends_at_a_newline() -> None:
 
 
 UNSUPPORTED = [
-    (GenerateRequest(chat=chat(("user", "x"), tools=[common_pb2.Tool(name="f")])), "tool calls"),
     (
         GenerateRequest(
-            text="x",
-            reasoning=generation_pb2.ReasoningParams(format=generation_pb2.REASONING_FORMAT_AUTO),
+            chat=chat(
+                ("user", "x"),
+                tools=[common_pb2.Tool(name="f")],
+                tool_choice=common_pb2.TOOL_CHOICE_REQUIRED,
+            )
         ),
-        "reasoning format",
+        "required tool calls (how this model's template writes them is unknown)",
     ),
     (
         GenerateRequest(text="x", reasoning=generation_pb2.ReasoningParams(budget_tokens=0)),

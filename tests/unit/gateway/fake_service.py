@@ -62,9 +62,25 @@ def decode(tokens: Sequence[int]) -> bytes:
     return b"".join(special.get(token) or bytes([token - FIRST_BYTE]) for token in tokens)
 
 
+def prompt_of(request: Request) -> list[int]:
+    """The tokens of a request's prompt."""
+    if request.HasField("chat"):
+        return [BOS, *encode(render(request.chat))]
+    return list(request.tokens.ids)
+
+
+def as_message(request: Request, response: Response) -> Response:
+    """Tells text of a conversation's answer as content too, unless the script told something."""
+    event = response.chunk if response.HasField("chunk") else response.finished
+    text = response.chunk.text or response.finished.unsent_text
+    if request.HasField("chat") and text and not event.chat_deltas:
+        event.chat_deltas.add(content=text)
+    return response
+
+
 def started(call: Call, cached: int = 0) -> Response:
     """The first event."""
-    num_tokens = len(call.request.tokens.ids)
+    num_tokens = len(prompt_of(call.request))
     return Response(
         started=generation_pb2.Started(slot_id=1, prompt_tokens=num_tokens, cached_tokens=cached)
     )
@@ -79,7 +95,7 @@ def chunk(text: str, token: int, count: int, **fields: Any) -> Response:
 
 def finished(call: Call, count: int, **fields: Any) -> Response:
     """The last event."""
-    num_tokens = len(call.request.tokens.ids)
+    num_tokens = len(prompt_of(call.request))
     told: dict[str, Any] = {
         "finish_reason": generation_pb2.FINISH_REASON_LENGTH,
         "completion_tokens": count,
@@ -212,7 +228,7 @@ class FakeService(
         is_done = False
         try:
             async for response in self.script(call):
-                yield response
+                yield as_message(call.request, response)
             is_done = True
         except Refusal as refusal:
             is_done = True

@@ -16,6 +16,7 @@ from tests.unit.gateway.fake_service import (
     Response,
     chunk,
     finished,
+    prompt_of,
     started,
     text_script,
 )
@@ -58,7 +59,7 @@ async def test_one_answer(client: httpx.AsyncClient, service: FakeService):
         }
     ]
     assert answer["object"] == "chat.completion"
-    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]) == (
+    assert bytes(t - 3 for t in prompt_of(service.calls[0].request)[1:]) == (
         b"<user>Hi</><assistant>"
     )
 
@@ -122,7 +123,7 @@ async def test_logprobs(client: httpx.AsyncClient, service: FakeService):
 async def test_an_implied_prefill_is_repeated(client: httpx.AsyncClient, service: FakeService):
     answer = await chat(client, USER, PREFILL)
     assert answer["choices"][0]["message"]["content"] == "Onceabc"
-    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]) == (
+    assert bytes(t - 3 for t in prompt_of(service.calls[0].request)[1:]) == (
         b"<user>Hi</><assistant>Once"
     )
     deltas = content(await chat(client, USER, PREFILL, stream=True))
@@ -172,7 +173,7 @@ async def test_without_jinja_turns_are_closed(serve: Serve, service: FakeService
         answer = await chat(client, USER, PREFILL, verbose=True)
         assert answer["choices"][0]["message"]["content"] == "abc"
         assert answer["__verbose"]["generation_settings"]["chat_format"] == "Content-only"
-    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]) == (
+    assert bytes(t - 3 for t in prompt_of(service.calls[0].request)[1:]) == (
         b"<user>Hi</><assistant>Once</>"
     )
 
@@ -180,7 +181,7 @@ async def test_without_jinja_turns_are_closed(serve: Serve, service: FakeService
 async def test_closed_where_the_server_says_so(serve: Serve, service: FakeService):
     async with serve(prefill_assistant=False) as client:
         await chat(client, USER, PREFILL)
-    assert bytes(t - 3 for t in service.calls[0].request.tokens.ids[1:]).endswith(
+    assert bytes(t - 3 for t in prompt_of(service.calls[0].request)[1:]).endswith(
         b"<assistant>Once</><assistant>"
     )
 
@@ -348,7 +349,6 @@ REFUSED: list[tuple[dict[str, Any], ChatServer, int, str]] = [
         400,
         "Cannot use custom grammar constraints with tools.",
     ),
-    ({"messages": [USER], "tools": [TOOL]}, SERVER, 501, "not supported: tools"),
     (
         {"messages": [USER], "tools": [TOOL], "logprobs": True, "stream": True},
         SERVER,
@@ -421,3 +421,72 @@ async def test_what_is_too_deep_to_be_passed_on_is_no_bug(
     response = await client.post("/v1/chat/completions", content=body)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "parse error: the value is nested too deeply"
+
+
+def message_script(*deltas: generation_pb2.ChatDelta) -> Any:
+    async def script(call: Call) -> AsyncIterator[Response]:
+        yield started(call)
+        for count, delta in enumerate(deltas, start=1):
+            yield chunk("x", 5, count, chat_deltas=[delta])
+        yield finished(call, len(deltas), finish_reason=generation_pb2.FINISH_REASON_EOS)
+
+    return script
+
+
+def calling(index: int, name: str = "", arguments: str = "") -> generation_pb2.ChatDelta:
+    piece = generation_pb2.ToolCallDelta(index=index, name=name, arguments_json=arguments)
+    return generation_pb2.ChatDelta(tool_call=piece)
+
+
+SAYS = message_script(
+    generation_pb2.ChatDelta(reasoning="hm"),
+    generation_pb2.ChatDelta(content="Look:"),
+    calling(0, "weather", "{"),
+    calling(0, arguments="}"),
+)
+
+
+async def test_a_whole_answer_has_reasoning_content_and_calls(
+    client: httpx.AsyncClient, service: FakeService
+):
+    service.script = SAYS
+    answer = await chat(client, USER, tools=[TOOL])
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert list(message) == ["role", "content", "reasoning_content", "tool_calls"]
+    assert (message["content"], message["reasoning_content"]) == ("Look:", "hm")
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": "{}"}
+    assert list(call) == ["type", "function", "id"]
+    assert len(call["id"]) == 32
+
+
+async def test_a_stream_tells_the_same_in_pieces(client: httpx.AsyncClient, service: FakeService):
+    service.script = SAYS
+    events = await chat(client, USER, tools=[TOOL], stream=True)
+    deltas = content(events)
+    assert deltas[:3] == [
+        {"role": "assistant", "content": None},
+        {"reasoning_content": "hm"},
+        {"content": "Look:"},
+    ]
+    first, second = (delta["tool_calls"][0] for delta in deltas[3:5])
+    assert first | {"id": ""} == {
+        "index": 0,
+        "id": "",
+        "type": "function",
+        "function": {"name": "weather", "arguments": "{"},
+    }
+    assert second == {"index": 0, "function": {"arguments": "}"}}
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_the_service_is_asked_for_a_message_with_its_tools(
+    client: httpx.AsyncClient, service: FakeService
+):
+    await chat(client, USER, tools=[TOOL], tool_choice="required", reasoning_format="none")
+    request = service.calls[0].request
+    assert [tool.name for tool in request.chat.tools] == ["weather"]
+    assert request.chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
+    assert request.reasoning.format == generation_pb2.REASONING_FORMAT_NONE

@@ -1,0 +1,213 @@
+"""Messages out of text, whole and in any pieces: the pieces must come to the same."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.text.call_reader import CallPiece
+from engine.text.chat_format import FAMILIES, THINK, ChatFormat, find_format
+from engine.text.chat_grammar import CallableTool, call_grammar
+from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
+from tests.unit.engine.text.grammar.spelling import compiled, matches
+
+BY_NAME = {family.name: family for family in FAMILIES}
+THINKING_HERMES = ChatFormat("thinking", (), BY_NAME["hermes"].tools, THINK)
+
+Message = tuple[str, str, list[tuple[str, str]]]
+
+
+def message(deltas: list[Delta]) -> Message:
+    content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
+    calls: dict[int, tuple[str, str]] = {}
+    for delta in deltas:
+        if isinstance(delta, CallPiece):
+            name, arguments = calls.get(delta.index, ("", ""))
+            assert not (name and delta.name)
+            calls[delta.index] = (name + delta.name, arguments + delta.arguments)
+    return content, reasoning, list(calls.values())
+
+
+def parse(chat_format: ChatFormat, *pieces: str, **options: Any) -> Message:
+    told = {"parses_tools": True, "reads_reasoning": True} | options
+    parser = MessageParser(chat_format, **told)
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
+    return message(deltas + parser.finish())
+
+
+CALL = '{"city": "Pa\\"}</tool_call>ris", "n": [1, {}]}'
+CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
+    (BY_NAME["hermes"], "Hello <there>\n", {}, ("Hello <there>\n", "", [])),
+    (
+        BY_NAME["hermes"],
+        f'Sure.\n<tool_call>\n{{"name": "w", "arguments": {CALL}}}\n</tool_call>',
+        {},
+        ("Sure.\n", "", [("w", CALL)]),
+    ),
+    (
+        BY_NAME["hermes"],
+        '<tool_call>{"name":"a","arguments":{}}</tool_call>\n'
+        '<tool_call>{"name":"b","arguments":{"x":1}}</tool_call>',
+        {},
+        ("", "", [("a", "{}"), ("b", '{"x":1}')]),
+    ),
+    (
+        BY_NAME["hermes"],
+        '<tool_call>{"name":"a","arguments":{}}</tool_call>',
+        {"parses_tools": False},
+        ('<tool_call>{"name":"a","arguments":{}}</tool_call>', "", []),
+    ),
+    # Cut by a limit: what there is of the call.
+    (BY_NAME["hermes"], '<tool_call>{"name": "w", "argu', {}, ("", "", [("w", "{")])),
+    (THINKING_HERMES, "<think>\nhm, so\n</think>\n\nYes.", {}, ("Yes.", "hm, so", [])),
+    (THINKING_HERMES, "no thought < of it", {}, ("no thought < of it", "", [])),
+    (
+        THINKING_HERMES,
+        'hm</think><tool_call>{"name": "w", "arguments": {}}</tool_call>',
+        {"begins_in_reasoning": True},
+        ("", "hm", [("w", "{}")]),
+    ),
+    (
+        THINKING_HERMES,
+        "<think>hm</think>Yes.",
+        {"reads_reasoning": False},
+        ("<think>hm</think>Yes.", "", []),
+    ),
+    (
+        BY_NAME["mistral"],
+        '[TOOL_CALLS][{"name": "f", "arguments": {"x": "]"}, "id": "abcdefghi"}, '
+        '{"name": "g", "arguments": {}}]',
+        {},
+        ("", "", [("f", '{"x": "]"}'), ("g", "{}")]),
+    ),
+    (
+        BY_NAME["command-r7b"],
+        "<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n"
+        '{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        {},
+        ("", "hm", [("f", '{"a": 1}')]),
+    ),
+    (
+        BY_NAME["functionary-3.1"],
+        '<function=go>{"a": 1}</function>',
+        {},
+        ("", "", [("go", '{"a": 1}')]),
+    ),
+    (
+        BY_NAME["llama-3"],
+        '{"name": "f", "parameters": {"x": {}}}',
+        {},
+        ("", "", [("f", '{"x": {}}')]),
+    ),
+    (BY_NAME["llama-3"], 'text {"name"', {}, ('text {"name"', "", [])),
+]
+
+
+@pytest.mark.parametrize(("chat_format", "text", "options", "expected"), CASES)
+def test_a_whole_text(
+    chat_format: ChatFormat, text: str, options: dict[str, Any], expected: Message
+):
+    assert parse(chat_format, text, **options) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(CASES), st.data())
+def test_any_pieces_come_to_the_same_message(
+    case: tuple[ChatFormat, str, dict[str, Any], Message], data: st.DataObject
+):
+    chat_format, text, options, expected = case
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    bounds = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
+    assert parse(chat_format, *pieces, **options) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([*FAMILIES, THINKING_HERMES]),
+    st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "[TOOL_CALLS]",
+                "[",
+                "]",
+                "{",
+                "}",
+                '"name"',
+                ":",
+                ",",
+                '"a"',
+                '"arguments"',
+                "<think>",
+                "</think>",
+                "<function=",
+                ">",
+                " ",
+                "\\",
+                '"',
+                "x",
+                "<|START_ACTION|>",
+                "<|tool_call|>",
+            ]
+        ),
+        max_size=14,
+    ),
+)
+def test_any_text_is_read_to_its_end(chat_format: ChatFormat, pieces: list[str]):
+    assert parse(chat_format, *pieces) == parse(chat_format, "".join(pieces))
+
+
+TOOLS = [
+    CallableTool(
+        "w", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    ),
+    CallableTool("v", {"type": "object", "properties": {}}),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_what_a_familys_grammar_allows_its_parser_reads(family: ChatFormat):
+    tools = family.tools
+    assert tools is not None
+    arguments = '{"n": 7}'
+    if tools.name_end:
+        call = f"w{tools.name_end}{arguments}"
+    else:
+        call = json.dumps({tools.name_key: "w"})[:-1] + f', "{tools.arguments_key}": {arguments}}}'
+    text = tools.start + (f"[{call}]" if tools.is_list else call) + tools.end
+    grammar = compiled(call_grammar(tools, TOOLS, parallel=False))
+    assert matches(grammar, text)
+    assert not matches(grammar, text.replace("7", '"7"'))
+    assert parse(family, text) == ("", "", [("w", arguments)])
+
+
+def test_one_call_or_several():
+    tools = BY_NAME["hermes"].tools
+    assert tools is not None
+    call = '<tool_call>{"name": "v", "arguments": {}}</tool_call>'
+    assert not matches(compiled(call_grammar(tools, TOOLS, parallel=False)), call + call)
+    assert matches(compiled(call_grammar(tools, TOOLS, parallel=True)), f"{call}\n{call}")
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "thinks"),
+    [
+        ("{{ messages }}", "content", False),
+        ('<tool_call>{"name": x, "arguments": y}</tool_call>', "hermes", False),
+        ('<think></think><tool_call>"name" "arguments"</tool_call>', "hermes", True),
+        ("{% if x %}</think>{% endif %}", "content", True),
+        ('[TOOL_CALLS] "name" "arguments"', "mistral", False),
+        ('<|start_header_id|> {"name": f, "parameters": p}', "llama-3", False),
+    ],
+)
+def test_a_template_tells_its_family(template: str, name: str, thinks: bool):
+    found = find_format(template)
+    assert (found.name, found.reasoning is not None) == (name, thinks)
