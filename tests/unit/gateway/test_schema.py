@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import FieldError
+from gateway.fields import Trigger
 from gateway.schema import FIELDS, CompletionParams, Limits, read_params
 
 DEFAULTS = CompletionParams()
@@ -232,3 +233,27 @@ def test_any_body_reads_or_is_refused_by_name(body: dict[str, Any]):
             math.isfinite(value)
             for value in (params.temperature, params.top_p, params.min_p, params.mirostat_tau)
         )
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"type": 9, "value": "a"}, "there is no trigger of type 9"),
+        ({"value": "a"}, "key 'type' not found"),
+        ({"type": 1}, "key 'value' not found"),
+        ({"type": 0, "value": "a"}, "key 'token' not found"),
+        ({"type": "1", "value": "a"}, "type must be number, but is string"),
+        ({"type": 1, "value": 2}, "type must be string, but is number"),
+    ],
+)
+def test_a_trigger_of_an_unknown_type_is_refused(entry: dict[str, Any], problem: str):
+    with pytest.raises(FieldError, match=f"Field 'grammar_triggers': {problem}"):
+        read({"grammar_triggers": [entry]})
+
+
+def test_triggers_are_read_in_order():
+    entries = [{"type": 1, "value": "a"}, {"type": 0, "value": "b", "token": 7}]
+    assert read({"grammar_triggers": entries}).grammar_triggers == (
+        Trigger(1, "a"),
+        Trigger(0, "b", 7),
+    )

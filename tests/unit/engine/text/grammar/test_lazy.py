@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import GrammarDeadEnd
-from engine.text.grammar.lazy import LazyGrammar, Triggers
+from engine.text.grammar.lazy import CallGrammar, LazyGrammar, Triggers
 from tests.unit.engine.text.grammar.spelling import END, LONGER, TOOL, compiled
 
 THE = 256 + LONGER.index(" the")
@@ -76,3 +76,33 @@ def test_an_end_may_come_while_nothing_was_triggered():
     state = begin('root ::= "a"', Triggers.of(words=["zz"]))
     assert state.allows(END)
     state.accept(END)
+
+
+def begin_calls(grammar: str, *, is_required: bool):
+    triggers = Triggers.of(words=["t"])
+    return CallGrammar(compiled(grammar), triggers, is_required=is_required).begin()
+
+
+def test_a_call_grammar_looks_ahead():
+    state = begin_calls('root ::= "t" "x"', is_required=False)
+    assert not state.allows(THE)
+    assert not state.mask()[THE]
+    assert state.allows(ord("t"))
+    feed(state, "tx")
+    assert state.is_complete
+
+
+def test_a_required_call_keeps_the_text_from_ending():
+    state = begin_calls('root ::= "t" "x"', is_required=True)
+    feed(state, "some ")
+    assert not state.is_complete
+    assert not state.allows(END)
+    assert not state.mask()[END]
+    feed(state, "tx")
+    assert state.allows(END)
+
+
+def test_a_call_that_is_not_required_need_not_come():
+    state = begin_calls('root ::= "t" "x"', is_required=False)
+    feed(state, "some")
+    assert state.allows(END)
