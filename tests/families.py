@@ -174,14 +174,38 @@ FAMILIES = {
 
 
 def write_family(
-    path: Path, model: TinyModel, extra: Mapping[str, FloatArray] | None = None
+    path: Path,
+    model: TinyModel,
+    extra: Mapping[str, FloatArray] | None = None,
+    *,
+    has_tokenizer: bool = False,
 ) -> Path:
-    """Writes a model without a tokenizer, and `extra` tensors; a key of None is left out."""
+    """Writes a model, and `extra` tensors; a key of None is left out."""
     keys = {f"{model.architecture}.{name}": value for name, value in _keys(model).items()}
     present = {name: value for name, value in keys.items() if value is not None}
+    if has_tokenizer:
+        present |= _TOKENIZER
     tensors = family_tensors(model) | dict(extra or {})
     stored = {name: (values, Type.F32) for name, values in tensors.items()}
     return write_gguf(path, present, stored, architecture=model.architecture)
+
+
+# SentencePiece: specials, the bytes, and words that nothing is merged into.
+_TOKENIZER: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(f"word{index}" for index in range(VOCAB - 259)),
+    ],
+    "tokenizer.ggml.scores": [0.0] * VOCAB,
+    "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (VOCAB - 259)],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
 
 
 def _keys(model: TinyModel) -> dict[str, Any]:

@@ -67,9 +67,10 @@ class Prefixes:
         *,
         limit: int | None = None,
     ) -> Reuse:
-        """Returns the longest prefix that an idle slot can have, at equal length its own.
+        """Returns the longest prefix that an idle slot can have.
 
-        It has at most `limit` tokens (None: any number).
+        The slot's own goes before one that is less than a page longer: it need not be moved, and
+        who names a slot counts on what that holds. It has at most `limit` tokens (None: any number).
 
         At least one token is left to evaluate, because its logits are needed: the same prompt
         again reuses all but one.
@@ -81,7 +82,8 @@ class Prefixes:
         if own.num_tokens == limit:
             return own
         listed = self._listed(self._index.match(root, encode(prompt)), limit)
-        if listed.num_tokens > own.num_tokens:
+        least = own.num_tokens + (self._table.page_tokens if own.num_tokens else 1)
+        if listed.num_tokens >= least:
             return listed
         if not own.num_tokens and listed.no_reuse:
             return listed

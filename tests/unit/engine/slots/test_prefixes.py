@@ -274,6 +274,16 @@ def test_a_state_that_was_put_into_pages_is_found_like_any_other() -> None:
     assert lanes.serve(0, [*range(50, 60), 3]).num_tokens == 10
 
 
+def test_a_slots_own_prefix_goes_before_one_that_is_less_than_a_page_longer() -> None:
+    lanes = Lanes()
+    lanes.serve(0, range(40))
+    lanes.serve(1, [*range(20), *range(60, 70)])
+    own = lanes.find(1, range(20 + PAGE))
+    assert (own.num_tokens, own.is_own) == (20, True)
+    listed = lanes.find(1, range(21 + PAGE))
+    assert (listed.num_tokens, listed.is_own) == (20 + PAGE, False)
+
+
 def test_pages_for_a_state_are_not_taken_from_others_unasked() -> None:
     lanes = Lanes(size=4)
     lanes.serve(0, range(10))
