@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def dense_scales(lists: AdapterLists, num_tokens: int, num_decodes: int) -> jax.
 
 def _change(bank: Bank, layer: jax.Array | int, scales: jax.Array, x: jax.Array) -> jax.Array:
     def own(stacked: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+        return cast(jax.Array, lax.dynamic_index_in_dim(stacked, layer, keepdims=False))
 
     inner = x @ own(bank.down).reshape(-1, bank.cols).T
     inner = inner.reshape(x.shape[0], bank.num_places, bank.rank)

@@ -99,15 +99,16 @@ class OwnServer(Server):
         compile_cache: str,
         context_tokens: int,
         slots: int = 8,
+        more: Sequence[str] = (),
     ) -> None:
-        """As `Server`."""
+        """As `Server`; `more` arguments follow the others."""
         port, grpc_port, self._metrics_port = _free_port(), _free_port(), _free_port()
         self.grpc_address = f"127.0.0.1:{grpc_port}"
         command = [sys.executable, "-m", "service.launcher", "-m", str(model)]
         command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-disable"]
         command += ["-c", str(context_tokens), "-np", str(slots), "-kvu", "-t", str(threads)]
         command += ["--compile-cache", compile_cache, "--kernels", kernels]
-        command += ["--metrics-port", str(self._metrics_port)]
+        command += ["--metrics-port", str(self._metrics_port), *more]
         super().__init__(command, port=port, environment={})
 
     def metric(self, name: str) -> float:
@@ -129,11 +130,12 @@ class PeerServer(Server):
         threads: int,
         context_tokens: int,
         slots: int = 8,
+        more: Sequence[str] = (),
     ) -> None:
-        """As `Server`."""
+        """As `Server`; `more` arguments follow the others."""
         port = _free_port()
         command = [str(program), "-m", str(model), "--port", str(port), "-t", str(threads)]
-        command += ["-c", str(context_tokens), "-np", str(slots), "-kvu", "--no-webui"]
+        command += ["-c", str(context_tokens), "-np", str(slots), "-kvu", "--no-webui", *more]
         super().__init__(command, port=port, environment=library_path(program))
 
 
