@@ -39,6 +39,7 @@ from engine.scheduling.gate import Gate
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.prefixes import prefix_root
+from engine.slots.states import RecurrentStates
 from engine.slots.table import SlotTable
 from engine.slots.window import WindowPages, WindowPolicy
 from engine.snapshot import describe
@@ -114,6 +115,7 @@ class Engine:
             similarity=config.slot_similarity,
             windows=_window_pages(plan),
             index=_prefix_index(config, plan, pages, parts.runner),
+            states=_states(config, plan),
         )
         self._pages = pages
         self._plan = plan
@@ -422,6 +424,12 @@ def _window_pages(plan: MemoryPlan) -> WindowPages | None:
         interval_tokens=plan.window.interval_tokens,
     )
     return WindowPages(policy, PageAllocator(plan.window.pages))
+
+
+def _states(config: EngineConfig, plan: MemoryPlan) -> RecurrentStates | None:
+    if plan.states is None:
+        return None
+    return RecurrentStates(plan.states.states, config.num_slots, plan.states.interval_tokens)
 
 
 def _prefix_index(

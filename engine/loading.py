@@ -111,8 +111,6 @@ def load_engine(
         _keep_programs(config.compile_cache)
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
-        if spec.num_recurrent_layers:
-            raise UnsupportedModel(file.name, f"{spec.architecture} has layers without a pool yet")
         hints = read_sampling(file.metadata)
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
         vocab, digest = read_vocab(file.metadata), digest_weights(file)
@@ -205,6 +203,7 @@ def _kv_shape(spec: ModelSpec) -> KvShape:
         value_dim=kv.value_dim,
         num_window_layers=spec.num_window_layers,
         window=spec.window or 0,
+        state_bytes=spec.num_recurrent_layers * (spec.state.nbytes if spec.state else 0),
     )
 
 
@@ -220,6 +219,7 @@ def _runner_config(
         kv_dtype=config.kv_dtype,
         num_window_pages=plan.window.pages if plan.window else 0,
         adapters=adapters,
+        num_states=plan.states.states if plan.states else 0,
     )
 
 

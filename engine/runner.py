@@ -32,6 +32,8 @@ from engine.model.moving import TokenMoves, can_move
 from engine.model.page_io import PageIo
 from engine.model.place import Place, place_layers
 from engine.model.spec import ModelSpec
+from engine.model.state_io import StateIo
+from engine.model.states import StatePool
 from engine.model.weights import Weights
 from engine.packed_step import Bucket, PackedStep, StepLimits
 from engine.step import (
@@ -42,6 +44,9 @@ from engine.step import (
     PageRead,
     PoolLost,
     RowLogits,
+    StateContent,
+    StateLayout,
+    StateRead,
     StepBatch,
 )
 from engine.types import PoolKind
@@ -160,6 +165,9 @@ class JaxRunner:
         self._page_io = PageIo(
             self._pool, self._places, (config.num_pages, config.num_window_pages)
         )
+        self._state_io = None
+        if self._states is not None:
+            self._state_io = StateIo(self._states, spec.num_recurrent_layers, config.num_states)
         self._weights = weights
         self._config = config
         self._moves = self._token_moves()
@@ -213,6 +221,8 @@ class JaxRunner:
             buckets += [replace(bucket, has_adapters=True) for bucket in buckets]
         work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
         work += self._page_io.compilations(self._pool)
+        if self._state_io is not None and self._states is not None:
+            work += self._state_io.compilations(self._states)
         work += self._banks.compilations() if self._banks else []
         work += [partial(self._moves.compile, self._pool)] if self._moves else []
         with ThreadPoolExecutor(workers) as pool:
@@ -316,6 +326,39 @@ class JaxRunner:
             return None
         factors = [vector(given, rope.factors) if rope.factors else None for rope in spec.ropes]
         return TokenMoves(spec, factors, self._places, self._config.num_pages)
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """See `engine.step.StateStore`, as for the next three."""
+        return self._state_io.layout if self._state_io else None
+
+    def read_state(self, state_id: int) -> StateRead:
+        """Gathers a state on the device."""
+        programs, states = self._state_programs()
+        return programs.read(states, state_id)
+
+    def write_state(self, state_id: int, content: StateContent) -> None:
+        """Fills a state from the host."""
+        programs, _ = self._state_programs()
+        self._change_states(lambda states: programs.write(states, state_id, content))
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies a state on the device."""
+        programs, _ = self._state_programs()
+        self._change_states(lambda states: programs.copy(states, source, target))
+
+    def _state_programs(self) -> tuple[StateIo, StatePool]:
+        if self._state_io is None or self._states is None:
+            raise ValueError("the model has no recurrent layers")
+        return self._state_io, self._states
+
+    def _change_states(self, change: Callable[[StatePool], StatePool]) -> None:
+        _, given = self._state_programs()
+        try:
+            self._states = change(given)
+        except Exception as error:
+            self._check_pools((self._pool, given), error)
+            raise
 
     def _change_pages(self, change: Callable[[KvPool], KvPool]) -> None:
         given = self._pool

@@ -170,6 +170,8 @@ class Scheduler:
         self._transfers.run()
         self._admit_all(now_s)
         self._make_room()
+        for row in self._rows.values():
+            row.stop_at = self._table.next_stop(row.home, len(row.request.prompt))
         runner = self._parts.runner
         plan = plan_step(
             self.rows,
@@ -443,14 +445,28 @@ class Scheduler:
         if plan.passed is not None:
             plan.passed.was_passed = True
         for row, work, logits in results:
+            if row.slot is None:
+                continue  # the pools were lost while another row's state was kept
             row.was_passed = False
             row.last_turn = self._num_turns
             self._num_turns += 1
             row.home.tokens += work.tokens
             self._table.slide(row.home, after_chunk=row is plan.chunk)
             self._ledger.evaluated(row, now_s)
+            if row.stop_at == len(row.home.tokens) and not self._snapshot(row):
+                continue
             if work.wants_logits:
                 self._sample(row, work, logits, now_s)
+
+    def _snapshot(self, row: Row) -> bool:
+        """Keeps the state of a prompt that has come to where that is due; False if that failed."""
+        try:
+            self._prefixes.snapshot(row.home)
+        except Exception as error:
+            self._fault(row, error, keep=not isinstance(error, PoolLost))
+            self._empty_if_lost(error)
+            return False
+        return True
 
     def _empty_if_lost(self, error: Exception) -> None:
         """Forgets every slot if no page holds anything; who runs starts its tokens again."""

@@ -23,7 +23,11 @@ def describe(
         slots=tuple(
             _slot_info(slot, rows.get(slot.slot_id), table.context_tokens) for slot in table.slots
         ),
-        pools=(_kv_info(table, pages, plan), *_swa_info(table, plan)),
+        pools=(
+            _kv_info(table, pages, plan),
+            *_swa_info(table, plan),
+            *_mamba_info(table, plan),
+        ),
         running=len(rows),
         queued=scheduler.num_waiting,
         queue_limit=queue_limit,
@@ -82,5 +86,28 @@ def _swa_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
             ceiling=size,
             unit_bytes=plan.window.page_bytes,
             unit_tokens=plan.page_tokens,
+        ),
+    )
+
+
+def _mamba_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
+    """The states of recurrent layers, of models that have them."""
+    if plan.states is None or table.states is None:
+        return ()
+    size, cached = table.states.size, table.states.num_snapshots
+    used = sum(not slot.is_idle for slot in table.slots)
+    pinned = sum(slot.is_idle and bool(slot.tokens) for slot in table.slots)
+    return (
+        PoolInfo(
+            kind=PoolKind.MAMBA,
+            size=size,
+            free=size - used - pinned - cached,
+            used=used,
+            pinned=pinned,
+            cached=cached,
+            floor=plan.states.floor,
+            ceiling=size,
+            unit_bytes=plan.states.state_bytes,
+            unit_tokens=0,
         ),
     )

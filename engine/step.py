@@ -7,6 +7,7 @@ must not import either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -138,6 +139,55 @@ class PageContent:
         return self.keys.shape[1]
 
 
+@dataclass(frozen=True)
+class StateContent:
+    """A sequence's recurrent state, canonical: layers in the model's order, all float32.
+
+    `conv` is [layer, input, channel], the oldest input first; `matrix` [layer, head, row, col], None
+    in models without.
+    """
+
+    conv: FloatArray
+    matrix: FloatArray | None
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The shape of a state: `conv` and `matrix` are those of one layer."""
+
+    num_layers: int
+    conv: tuple[int, ...]
+    matrix: tuple[int, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a state over all layers."""
+        matrix = 0 if self.matrix is None else math.prod(self.matrix)
+        return 4 * self.num_layers * (math.prod(self.conv) + matrix)
+
+    def check(self, content: StateContent) -> None:
+        """Checks content that somebody else made.
+
+        Raises:
+            ValueError: Its shape or type is not this one's.
+        """
+        pairs = ((self.conv, content.conv), (self.matrix, content.matrix))
+        for shape, array in pairs:
+            wanted = None if shape is None else (self.num_layers, *shape)
+            given = None if array is None else array.shape
+            if given != wanted or (array is not None and array.dtype != np.float32):
+                dtype = "nothing" if array is None else array.dtype
+                raise ValueError(f"a state of shape {given} and type {dtype}, expected {wanted}")
+
+
+class StateRead(Protocol):
+    """A state that was gathered on the device and is on its way to the host."""
+
+    def wait(self) -> StateContent:
+        """See `PageRead.wait`."""
+        ...
+
+
 class PageRead(Protocol):
     """Pages that were gathered on the device and are on their way to the host."""
 
@@ -218,7 +268,42 @@ class PageStore(Protocol):
         ...
 
 
-class Runner(PageStore, Protocol):
+class StateStore(Protocol):
+    """The states of recurrent layers. As `PageStore`; state ids are those of the pool, from 1."""
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """What a state holds; None in models without recurrent layers."""
+        ...
+
+    def read_state(self, state_id: int) -> StateRead:
+        """Gathers a state as it is after all earlier calls.
+
+        Raises:
+            ValueError: the id is outside the pool.
+        """
+        ...
+
+    def write_state(self, state_id: int, content: StateContent) -> None:
+        """Replaces a state. The arrays may be reused when the call returns.
+
+        Raises:
+            ValueError: the id is outside the pool, or the content does not fit; nothing was written.
+            PoolLost: as `Runner.run`.
+        """
+        ...
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies a state over another on the device.
+
+        Raises:
+            ValueError: an id is outside the pool.
+            PoolLost: as `Runner.run`.
+        """
+        ...
+
+
+class Runner(PageStore, StateStore, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""
 
     @property

@@ -430,7 +430,8 @@ class EngineConfig:
     tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
     prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
-    floor. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the
+    floor. Prompts of models with recurrent layers get a snapshot of their state every
+    `snapshot_interval` tokens; `mamba_slots` None is room for a few. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the
     device (None: unlimited, 0: off). `kernels` is "native", "xla", or "auto": native where it was
     built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
     is as many as those, `max_adapter_rank` None the greatest of theirs. `compile_cache`
@@ -447,6 +448,8 @@ class EngineConfig:
     kv_pages: int | None = None
     swa_pages: int | None = None
     swa_evict_interval: int = 128
+    mamba_slots: int | None = None
+    snapshot_interval: int = 1024
     slot_similarity: float = 0.1
     host_cache_bytes: int | None = 0
     queue_requests: int = 256

@@ -259,6 +259,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         kv_pages=parsed["kv_pages"],
         swa_pages=parsed["swa_pages"],
         swa_evict_interval=parsed["swa_evict_interval"],
+        mamba_slots=parsed["mamba_slots"],
         kernels=parsed["kernels"],
         slot_similarity=parsed["slot_similarity"],
         host_cache_bytes=None if cache_ram_mib == -1 else cache_ram_mib << 20,

@@ -29,11 +29,14 @@ from engine.step import (
     PoolLost,
     RowLogits,
     SequenceWork,
+    StateContent,
+    StateLayout,
     StepBatch,
 )
 from engine.types import EngineConfig, EventSink, PoolKind, Request
 
 _UNWRITTEN = -1
+_STATE_TOKENS = 4096  # what a state can remember
 # Tokens are written with a number of the adapters that they were evaluated under.
 _UNDER = 1 << 10
 _MOVED = 128  # above every token of the alphabet
@@ -210,6 +213,16 @@ class FakeRead:
         return self.host
 
 
+@dataclass(frozen=True)
+class FakeStateRead:
+    """A state that is on the host already."""
+
+    content: StateContent
+
+    def wait(self) -> StateContent:
+        return self.content
+
+
 @dataclass
 class FakeRunner:
     """Evaluates steps over its own page memory. Wrong work is an assertion, not a wrong answer.
@@ -228,6 +241,7 @@ class FakeRunner:
     compiles: int = 0
     window: int | None = None
     num_window_pages: int = 0
+    num_states: int = 0
     next_token: Callable[[Sequence[int]], int] | None = None
     fail_with: Exception | None = None
     poison: tuple[int, ...] | None = None
@@ -242,6 +256,45 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         self._forget()
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        return StateLayout(1, (1, _STATE_TOKENS), None) if self.num_states else None
+
+    def read_state(self, state_id: int) -> FakeStateRead:
+        history = self._states[self._checked_state(state_id)]
+        assert history is not None, "a state was read that was never written"
+        conv = np.full((1, 1, _STATE_TOKENS), _UNWRITTEN, np.float32)
+        conv[0, 0, : len(history)] = history
+        return FakeStateRead(StateContent(conv, None))
+
+    def write_state(self, state_id: int, content: StateContent) -> None:
+        tokens = content.conv[0, 0].astype(int).tolist()
+        history = tuple(token for token in tokens if token != _UNWRITTEN)
+        self._states[self._checked_state(state_id)] = history
+
+    def copy_state(self, source: int, target: int) -> None:
+        assert self._states[self._checked_state(source)] is not None, "nothing is there to copy"
+        self._checked_state(target)
+        error, self.fail_transfer_with = self.fail_transfer_with, None
+        if error is not None:
+            self._states[target] = None
+            if isinstance(error, PoolLost):
+                self._forget()
+            raise error
+        self._states[target] = self._states[source]
+
+    def _checked_state(self, state_id: int) -> int:
+        assert 1 <= state_id <= self.num_states, state_id
+        return state_id
+
+    def _carry_on(self, work: SequenceWork) -> None:
+        """Before a step the state must be exactly that of the tokens before it."""
+        held = self._states[self._checked_state(work.state_id)] if work.start else ()
+        before = tuple(self._read(self._memory, work.pages, 0, work.start))
+        assert held == before, "the state is another sequence's, or of another length"
+        end = work.start + len(work.tokens)
+        self._states[work.state_id] = tuple(self._read(self._memory, work.pages, 0, end))
 
     def page_layout(self, kind: PoolKind) -> PageLayout:
         num_layers = _LAYERS[kind] if kind is PoolKind.KV or self.window is not None else 0
@@ -321,6 +374,8 @@ class FakeRunner:
             self._write(self._memory, work.pages, work)
             if self.window is not None:
                 self._write(self._window_memory, work.window_pages, work)
+            if self.num_states:
+                self._carry_on(work)
         return [self._logits(work) for work in works]
 
     def write_adapter(self, place: int, content: AdapterContent) -> None:
@@ -374,9 +429,12 @@ class FakeRunner:
             first = work.start // self.page_tokens
             self._memory[list(work.pages[first:])] = _UNWRITTEN
             self._window_memory[list(work.window_pages[first:])] = _UNWRITTEN
+            if self.num_states:
+                self._states[work.state_id] = None
         raise error
 
     def _forget(self) -> None:
+        self._states: list[tuple[int, ...] | None] = [None] * (self.num_states + 1)
         sizes = (self.num_pages, self.num_window_pages)
         self._memory, self._window_memory = (
             np.full((size + 1, self.page_tokens), _UNWRITTEN, dtype=np.int32) for size in sizes
@@ -504,13 +562,15 @@ def fake_engine(
     training_tokens: int = 1 << 20,
     window: int | None = None,
     num_adapters: int = 0,
+    is_recurrent: bool = False,
 ) -> Engine:
     """The real engine over the fakes, not started. The default has 4 slots of 256 tokens.
 
-    With a `window` the model has a layer of it; a given runner then needs the same.
+    With a `window` the model has a layer of it, if `is_recurrent` one with a state; a given runner
+    then needs the same.
     """
     config = config or EngineConfig(context_tokens=256, num_slots=4, page_tokens=16)
-    plan = plan_memory(config, fake_shape(window), training_tokens)
+    plan = plan_memory(config, fake_shape(window, is_recurrent), training_tokens)
     error_ids = iter(range(1 << 62))
     runner = runner or fitting_runner(plan)
     parts = EngineParts(
@@ -537,18 +597,17 @@ def _adapter_setup(runner: FakeRunner, count: int) -> AdapterSetup:
 
 def fitting_runner(plan: MemoryPlan) -> FakeRunner:
     """A runner with the pools of a plan."""
-    if plan.window is None:
-        return FakeRunner(plan.kv_pages, plan.page_tokens)
     return FakeRunner(
         plan.kv_pages,
         plan.page_tokens,
-        window=plan.window.window,
-        num_window_pages=plan.window.pages,
+        window=plan.window.window if plan.window else None,
+        num_window_pages=plan.window.pages if plan.window else 0,
+        num_states=plan.states.states if plan.states else 0,
     )
 
 
-def fake_shape(window: int | None = None) -> KvShape:
-    """Two layers that see everything and, with a `window`, one that sees only that."""
+def fake_shape(window: int | None = None, is_recurrent: bool = False) -> KvShape:
+    """Two layers that see everything, one that sees only a `window`, and one with a state."""
     return KvShape(
         num_layers=2,
         num_kv_heads=2,
@@ -556,4 +615,5 @@ def fake_shape(window: int | None = None) -> KvShape:
         value_dim=8,
         num_window_layers=0 if window is None else 1,
         window=window or 0,
+        state_bytes=100 if is_recurrent else 0,
     )

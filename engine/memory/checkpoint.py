@@ -94,6 +94,10 @@ class Checkpoints:
         oldest.drop()
         return True
 
+    def held_states(self) -> list[int]:
+        """Returns the snapshots of all."""
+        return [checkpoint.state_id for checkpoint in self._all if checkpoint.state_id]
+
     def held_pages(self) -> Iterable[Sequence[int]]:
         """Returns the window pages of each."""
         return [checkpoint.window_pages for checkpoint in self._all]

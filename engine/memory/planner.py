@@ -25,6 +25,8 @@ MIN_KV_PAGES = 2
 ELEMENT_BYTES = {"f16": 2, "f32": 4}
 # Kept behind a sliding window, so that a prompt that drops a few last tokens is still reused.
 WINDOW_SLACK_TOKENS = 16
+# A running row's own, a snapshot before the end of its prompt, and one of another prompt.
+STATES_PER_SLOT = 3
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class KvShape:
     """What one token costs in the pools.
 
     `num_layers` counts the layers that attend to everything, `num_window_layers` those that see
-    the last `window` tokens (0 where there are none).
+    the last `window` tokens (0 where there are none). A sequence's recurrent state takes
+    `state_bytes` over all its layers. Without attention layers pages count tokens and have no bytes.
     """
 
     num_layers: int
@@ -41,6 +44,7 @@ class KvShape:
     value_dim: int
     num_window_layers: int = 0
     window: int = 0
+    state_bytes: int = 0
 
     def token_bytes(self, kv_dtype: str) -> int:
         """Returns the bytes of one token's keys and values over the layers of the kv pool."""
@@ -66,6 +70,16 @@ class WindowPlan:
 
 
 @dataclass(frozen=True)
+class StatePlan:
+    """The mamba pool, in usable states; prompts get a snapshot every `interval_tokens`."""
+
+    states: int
+    floor: int
+    state_bytes: int
+    interval_tokens: int
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Sizes in usable units: the write sink of the pool is one page more."""
 
@@ -74,6 +88,7 @@ class MemoryPlan:
     page_tokens: int
     page_bytes: int
     window: WindowPlan | None = None
+    states: StatePlan | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -147,6 +162,19 @@ def _plan_window(config: EngineConfig, shape: KvShape, slot_tokens: int) -> Wind
     )
 
 
+def _plan_states(config: EngineConfig, shape: KvShape) -> StatePlan | None:
+    if not shape.state_bytes:
+        if config.mamba_slots is not None:
+            raise InvalidField("mamba_slots", "the model has no recurrent layers")
+        return None
+    floor = config.num_slots
+    states = floor * STATES_PER_SLOT if config.mamba_slots is None else config.mamba_slots
+    _at_least("mamba_slots", states, floor)
+    # Where a page ends, so that a snapshot and the pages before it go together.
+    interval = ceil_div(config.snapshot_interval, config.page_tokens) * config.page_tokens
+    return StatePlan(states, floor, shape.state_bytes, interval)
+
+
 def plan_memory(config: EngineConfig, shape: KvShape, training_tokens: int) -> MemoryPlan:
     """Returns the sizes of an engine of this configuration for a model of this shape.
 
@@ -161,6 +189,7 @@ def plan_memory(config: EngineConfig, shape: KvShape, training_tokens: int) -> M
         page_tokens=config.page_tokens,
         page_bytes=config.page_tokens * shape.token_bytes(config.kv_dtype),
         window=_plan_window(config, shape, slot_tokens),
+        states=_plan_states(config, shape),
     )
 
 
@@ -174,6 +203,7 @@ def _check(config: EngineConfig, training_tokens: int) -> None:
     _at_least("page_tokens", config.page_tokens, 1)
     _at_least("chunk_tokens", config.chunk_tokens, 1)
     _at_least("swa_evict_interval", config.swa_evict_interval, 1)
+    _at_least("snapshot_interval", config.snapshot_interval, 1)
     _at_least("queue_requests", config.queue_requests, 1)
     _at_least("queue_bytes", config.queue_bytes, 1)
     _at_least("training_tokens", training_tokens, 1)

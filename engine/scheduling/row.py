@@ -44,7 +44,8 @@ class Row:
     counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
     counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated;
     `was_passed`: a younger prompt has had a chunk since then. `save` is what a warming
-    row is for, `shelf` what its slot held before.
+    row is for, `shelf` what its slot held before. No step goes past the position `stop_at`, where a
+    snapshot is due (None: none is).
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Row:
     was_passed: bool = False
     save: Save | None = None
     shelf: Shelf | None = None
+    stop_at: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -103,6 +105,8 @@ class Row:
         """Returns how many tokens the next step takes, all under the same adapters."""
         start = len(self.home.tokens)
         end = min(start + max_tokens, self.num_tokens)
+        if self.stop_at is not None:
+            end = min(end, self.stop_at)
         return self.adapters.span_end(start, end) - start
 
     def work(self, max_tokens: int) -> SequenceWork:
@@ -116,4 +120,5 @@ class Row:
             wants_logits=end == self.num_tokens,
             window_pages=tuple(self.home.window.page_ids),
             adapters=self.adapters.at(start),
+            state_id=self.home.state_id,
         )

@@ -14,7 +14,7 @@ from engine.memory.checkpoint import Checkpoint
 from engine.memory.pages import SINK_PAGE, PageAllocator
 from engine.memory.prefix_index import Match, PageNode, PrefixRoot, encode
 from engine.slots.table import Slot, SlotTable, common_prefix
-from engine.step import PageStore
+from engine.step import Runner
 from engine.types import CacheSource, PoolKind, Request
 
 
@@ -33,7 +33,7 @@ class Reuse:
     """How many leading tokens of a prompt need no evaluation, where they lie, and why none if 0.
 
     `nodes` hold them unless `is_own`: then the slot does already, and `is_cut` says that it holds
-    more. `checkpoint` gives the window pages that go with `nodes`. `shared` are the kv pages on the device that the
+    more. `checkpoint` gives the window pages, or the state, that go with `nodes`. `shared` are the kv pages on the device that the
     slot will hold as they are, `copied` the one whose beginning is copied (0: none).
     """
 
@@ -51,7 +51,7 @@ class Reuse:
 class Prefixes:
     """Finds prefixes and puts them into slots."""
 
-    def __init__(self, table: SlotTable, pages: PageAllocator, store: PageStore) -> None:
+    def __init__(self, table: SlotTable, pages: PageAllocator, store: Runner) -> None:
         self._table = table
         self._pages = pages
         self._index = table.index
@@ -130,6 +130,12 @@ class Prefixes:
         windows = self._table.windows
         if windows and not windows.can_continue(slot.window, num_tokens):
             return Reuse(0, no_reuse=_window_gone(num_tokens))
+        checkpoint = None
+        if self._table.states and num_tokens < len(slot.tokens):
+            wanted = num_tokens
+            num_tokens, checkpoint = _continuation(slot.nodes, wanted)
+            if checkpoint is None:
+                return Reuse(0, no_reuse=_state_gone(wanted))
         if not num_tokens:
             return Reuse(0)
         whole, rest = divmod(num_tokens, self._table.page_tokens)
@@ -143,6 +149,8 @@ class Prefixes:
             CacheSource.SLOT,
             is_own=True,
             is_cut=num_tokens < len(slot.tokens),
+            nodes=tuple(slot.nodes[: whole + bool(rest)]) if checkpoint else (),
+            checkpoint=checkpoint,
             shared=tuple(shared),
             copied=copied,
         )
@@ -159,6 +167,7 @@ class Prefixes:
         windows = self._table.windows
         if windows and reuse.is_cut and reuse.num_tokens % self._table.page_tokens:
             self._copy_last_window(slot)
+        self._adopt_state(slot, reuse)
 
     # What the index holds.
 
@@ -170,11 +179,12 @@ class Prefixes:
 
     def _at(self, match: Match, num_tokens: int) -> Reuse:
         checkpoint = None
-        if self._table.windows:
+        if self._table.windows or self._table.states:
             wanted = num_tokens
-            num_tokens, checkpoint = _continuation(match, wanted)
+            num_tokens, checkpoint = _continuation(match.nodes, wanted)
             if checkpoint is None:
-                return Reuse(0, no_reuse=_window_gone(wanted))
+                gone = _window_gone if self._table.windows else _state_gone
+                return Reuse(0, no_reuse=gone(wanted))
         if not num_tokens:
             return Reuse(0)
         whole, rest = divmod(num_tokens, self._table.page_tokens)
@@ -195,8 +205,9 @@ class Prefixes:
         self._adopt_whole(slot, reuse.nodes[:whole])
         self._adopt_tail(slot, reuse.nodes[whole:])
         self._index.touch(reuse.nodes)
-        if reuse.checkpoint is not None:
+        if reuse.checkpoint is not None and self._table.windows:
             self._adopt_window(slot, reuse.checkpoint, reuse.num_tokens)
+        self._adopt_state(slot, reuse)
 
     def _adopt_whole(self, slot: Slot, nodes: Sequence[PageNode]) -> None:
         device = [node for node in nodes if not node.is_on_host]
@@ -229,6 +240,26 @@ class Prefixes:
         if num_tokens % self._table.page_tokens:
             self._copy_last_window(slot)
 
+    def _adopt_state(self, slot: Slot, reuse: Reuse) -> None:
+        """Makes the slot's state that of the checkpoint; without one it is that already."""
+        if reuse.checkpoint is not None and reuse.checkpoint.state_id:
+            self._store.copy_state(reuse.checkpoint.state_id, slot.state_id)
+            self._table.checkpoints.touch(reuse.checkpoint)
+
+    def snapshot(self, slot: Slot) -> None:
+        """Keeps the slot's state, so that its sequence can be continued from here later.
+
+        Raises whatever the device raises; then nothing is kept.
+        """
+        checkpoint = self._table.snapshot(slot)
+        if checkpoint is None:
+            return
+        try:
+            self._store.copy_state(slot.state_id, checkpoint.state_id)
+        except BaseException:
+            checkpoint.drop()
+            raise
+
     # Copies.
 
     def _copy_last_window(self, slot: Slot) -> None:
@@ -251,10 +282,10 @@ class Prefixes:
             pages.release([source])
 
 
-def _continuation(match: Match, num_tokens: int) -> tuple[int, Checkpoint | None]:
-    """The last position, up to `num_tokens`, at which a checkpoint lets the match be continued."""
+def _continuation(nodes: Sequence[PageNode], num_tokens: int) -> tuple[int, Checkpoint | None]:
+    """The last position, up to `num_tokens`, at which a checkpoint lets a path be continued."""
     best, found = 0, None
-    for node in match.nodes:
+    for node in nodes:
         for checkpoint in node.checkpoints:
             position = checkpoint.at(num_tokens)
             if position > best:
@@ -264,3 +295,7 @@ def _continuation(match: Match, num_tokens: int) -> tuple[int, Checkpoint | None
 
 def _window_gone(num_tokens: int) -> str:
     return f"the window before token {num_tokens} is no longer held"
+
+
+def _state_gone(num_tokens: int) -> str:
+    return f"the recurrent state after token {num_tokens}, or an earlier one, is no longer held"

@@ -21,6 +21,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator, PoolCorruption
 from engine.memory.planner import pages_for
 from engine.memory.prefix_index import PageNode, PrefixIndex, PrefixRoot, encode
+from engine.slots.states import RecurrentStates
 from engine.slots.window import WindowHeld, WindowPages
 from engine.types import Request, SlotState
 
@@ -32,7 +33,8 @@ class Slot:
     """One lane. `tokens` are evaluated and lie in `pages`, in order; position = index.
 
     `nodes` are the first of these pages that the prefix index lists, under `root` (None: nothing
-    was held yet). `window` are its pages of sliding-window layers, empty where the model has none.
+    was held yet). `window` are its pages of sliding-window layers, empty where the model has none;
+    `state_id` is the state of its recurrent layers, after all its tokens (0: the model has none).
     Tokens from `marked_from` on were moved from elsewhere, or made under an activated adapter, so
     no other slot may use them (None: none was). `last_used` orders releases (-1: never used).
     `request` is the one served now or last, `task_id` its number (-1: none yet).
@@ -49,6 +51,7 @@ class Slot:
     request: Request | None = None
     task_id: int = -1
     last_used: int = -1
+    state_id: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -90,22 +93,29 @@ class SlotTable:
         similarity: float = 0.1,
         windows: WindowPages | None = None,
         index: PrefixIndex | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Makes empty slots; `similarity` 0 turns the choice by prefix off.
 
-        `windows` is the swa pool of a model with sliding-window layers. `index` is one over
+        `windows` is the swa pool of a model with sliding-window layers, `states` the mamba pool of
+        one with recurrent layers; no model has both. `index` is one over
         `pages`; None makes one without a host tier.
         """
         self.context_tokens = context_tokens
         self.page_tokens = page_tokens
         self._pages = pages
         self._windows = windows
-        self.checkpoints = windows.checkpoints if windows else Checkpoints(None)
+        self.states = states
+        keeper = windows or states
+        self.checkpoints = keeper.checkpoints if keeper else Checkpoints(None)
         self.index = index or PrefixIndex(pages, page_tokens, HostTier(None, limit_bytes=0))
         self._use: _PageUse | None = None
         self._similarity = similarity
         self._num_releases = 0
-        self._slots = tuple(Slot(slot_id) for slot_id in range(num_slots))
+        self._slots = tuple(
+            Slot(slot_id, state_id=states.own(slot_id) if states else 0)
+            for slot_id in range(num_slots)
+        )
         self.holdings: list[Holding] = []
 
     @property
@@ -193,6 +203,8 @@ class SlotTable:
         """Keeps the first tokens of a slot as far as it can go on from there, else none."""
         if self._windows and not self._windows.can_continue(slot.window, num_tokens):
             num_tokens = 0
+        if self.states and num_tokens < len(slot.tokens):
+            num_tokens = 0
         self.truncate(slot, num_tokens)
 
     def register(self, slot: Slot) -> None:
@@ -206,6 +218,34 @@ class SlotTable:
         self.index.insert(root, encode(slot.tokens[:num_tokens]), slot.pages, slot.nodes)
         if self._windows and slot.marked_from is None:
             self._keep(slot, self._windows.checkpoint(slot.window, num_tokens))
+
+    def next_stop(self, slot: Slot, prompt_tokens: int) -> int | None:
+        """Returns where the evaluation of a prompt must stop next for a snapshot, if anywhere."""
+        if self.states is None:
+            return None
+        return self.states.next_stop(len(slot.tokens), prompt_tokens)
+
+    def snapshot(self, slot: Slot) -> Checkpoint | None:
+        """Lists a checkpoint at the end of what a slot holds and returns it, to be filled.
+
+        None if there is one already, no state for it, or the tokens are nobody else's to use.
+        """
+        assert self.states is not None
+        position = len(slot.tokens)
+        self.register(slot)
+        node = (position - 1) // self.page_tokens
+        if slot.marked_from is not None or node >= len(slot.nodes):
+            return None
+        for other in slot.nodes[node].checkpoints:
+            if other.position == position:
+                self.checkpoints.touch(other)
+                return None
+        state_id = self.states.take()
+        if state_id is None:
+            return None
+        checkpoint = Checkpoint(position, lowest=position, state_id=state_id)
+        self._keep(slot, checkpoint)
+        return checkpoint if checkpoint.owner else None
 
     def release(self, slot: Slot) -> None:
         """Ends a slot's work: it keeps its tokens, gives back unused pages and becomes idle."""
@@ -339,6 +379,8 @@ class SlotTable:
         self._pages.check_integrity([*held, *self._outside(), self.index.held_pages()])
         if self._windows:
             self._windows.check_integrity((slot.window, len(slot.tokens)) for slot in self._slots)
+        if self.states:
+            self.states.check_integrity(self.checkpoints.held_states())
         self._check_roots()
         for slot in self._slots:
             self._check_nodes(slot)

@@ -259,6 +259,15 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--mamba-slots",),
+        integer(1),
+        "mamba_slots",
+        "states of recurrent layers: one per slot, and what is more are snapshots of prompts "
+        "(default: 3 per slot)",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("--kernels",),
         choice("auto", "native", "xla"),
         "kernels",

@@ -86,6 +86,8 @@ class Drive:
         next_token: Callable[[Sequence[int]], int] | None = None,
         window: int | None = None,
         swa_evict_interval: int = 8,
+        mamba_slots: int | None = None,
+        snapshot_interval: int = 32,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -95,8 +97,11 @@ class Drive:
             kv_pages=kv_pages,
             queue_requests=queue_requests,
             swa_evict_interval=swa_evict_interval,
+            mamba_slots=mamba_slots,
+            snapshot_interval=snapshot_interval,
         )
-        self.plan = plan_memory(config, fake_shape(window), context_tokens)
+        is_recurrent = mamba_slots is not None
+        self.plan = plan_memory(config, fake_shape(window, is_recurrent), context_tokens)
         self.clock = FakeClock()
         self.runner = fitting_runner(self.plan)
         self.runner.max_decodes = max_decodes
@@ -114,6 +119,7 @@ class Drive:
             failpoints=failpoints,
             training_tokens=context_tokens,
             window=window,
+            is_recurrent=is_recurrent,
         )
 
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:

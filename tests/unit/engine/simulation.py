@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.errors import EngineError
 from engine.failpoints import Failpoints, InjectedFault, Site
@@ -130,6 +130,14 @@ class Simulation:
         self.config, training_tokens = self._draw_config()
         # A third of all models have sliding windows, some of them wider than any context here.
         self.window = self.rng.choice([None] * 8 + [1, 3, 8, 20, 200])
+        # Of the others some have recurrent layers, with and without room for snapshots.
+        self.is_recurrent = self.window is None and self.rng.random() < 0.4
+        if self.is_recurrent:
+            self.config = replace(
+                self.config,
+                mamba_slots=self.config.num_slots + self.rng.choice([0, 1, 3, 10]),
+                snapshot_interval=self.rng.choice([4, 16, 1024]),
+            )
         self.lives: dict[str, Life] = {}
         self.seen: Counter[str] = Counter()
         self._erasures: list[Future[ErasedSlot]] = []
@@ -137,7 +145,9 @@ class Simulation:
         self.adapters = AdapterLife(seed + 2, _LETTERS)
         self._is_faulty = True
         self._num_faults = 0
-        self.plan = plan_memory(self.config, fake_shape(self.window), training_tokens)
+        self.plan = plan_memory(
+            self.config, fake_shape(self.window, self.is_recurrent), training_tokens
+        )
         self.runner = fitting_runner(self.plan)
         self.runner.max_decodes = self.rng.randint(1, self.config.num_slots)
         self.runner.max_chunk = self.rng.choice([4, 16, 64])
@@ -150,6 +160,7 @@ class Simulation:
             training_tokens=training_tokens,
             window=self.window,
             num_adapters=self.adapters.num_places,
+            is_recurrent=self.is_recurrent,
         )
         self.context_tokens = self.plan.slot_context_tokens
         self.solo = SoloModel(self.context_tokens, self.window)
@@ -318,7 +329,9 @@ class Simulation:
         self.adapters.check(now, running, self.runner)
 
     def _pool_kinds(self) -> list[PoolKind]:
-        return [PoolKind.KV] if self.window is None else [PoolKind.KV, PoolKind.SWA]
+        kinds = [PoolKind.KV]
+        kinds += [PoolKind.SWA] if self.window is not None else []
+        return kinds + ([PoolKind.MAMBA] if self.is_recurrent else [])
 
     def _check_windows(self, now: Snapshot) -> None:
         """A slot has no more than its window, or when it decodes its share of the floor."""
@@ -364,6 +377,10 @@ class Simulation:
             self.seen[f"reused:{started.cache_source.value}"] += 1
         if started.cache_source is CacheSource.SLOT:
             assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
+        if self.is_recurrent and started.cached_tokens:
+            self.seen[f"reused:state:{started.cache_source.value}"] += 1
+        if "recurrent state" in started.no_reuse:
+            self.seen["state_gone"] += 1
         if "window" in started.no_reuse:
             self.seen["window_gone"] += 1
         if request.slot_id is None:

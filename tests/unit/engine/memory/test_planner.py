@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidField
 from engine.memory.planner import (
     KvShape,
+    StatePlan,
     WindowPlan,
     num_kv_pages,
     plan_memory,
@@ -182,3 +183,28 @@ def test_refusals_name_the_field_and_the_limit(field: str, value: object, messag
 def test_a_model_needs_a_training_context() -> None:
     with pytest.raises(InvalidField, match="training_tokens: must be at least 1, got 0"):
         plan_memory(EngineConfig(context_tokens=256), SHAPE, 0)
+
+
+STATEFUL = KvShape(1, 1, 8, 8, state_bytes=1000)
+
+
+def test_states_are_three_for_each_slot_unless_said() -> None:
+    plan = plan_memory(EngineConfig(256, num_slots=4), STATEFUL, 4096).states
+    assert plan == StatePlan(states=12, floor=4, state_bytes=1000, interval_tokens=1024)
+    config = EngineConfig(256, num_slots=4, mamba_slots=4, snapshot_interval=33)
+    assert plan_memory(config, STATEFUL, 4096).states == StatePlan(4, 4, 1000, 64)
+
+
+def test_fewer_states_than_running_rows_are_refused() -> None:
+    with pytest.raises(InvalidField, match="mamba_slots: must be at least 4, got 3"):
+        plan_memory(EngineConfig(256, num_slots=4, mamba_slots=3), STATEFUL, 4096)
+
+
+def test_states_of_a_model_without_recurrent_layers_are_refused() -> None:
+    with pytest.raises(InvalidField, match="mamba_slots: the model has no recurrent layers"):
+        plan_memory(EngineConfig(256, mamba_slots=4), KvShape(1, 1, 8, 8), 4096)
+
+
+def test_pages_of_a_model_without_attention_count_tokens_and_have_no_bytes() -> None:
+    plan = plan_memory(EngineConfig(512, num_slots=2), KvShape(0, 0, 0, 0, state_bytes=8), 4096)
+    assert (plan.kv_pages, plan.page_bytes, plan.kv_bytes) == (18, 0, 0)
