@@ -57,7 +57,8 @@ class Shelf:
         table = self.table
         table.truncate(slot, 0)
         slot.request, slot.task_id = self.request, self.task_id
-        is_whole = self.held in table.holdings
+        # A recurrent state was written over; its snapshots are still listed.
+        is_whole = self.held in table.holdings and table.states is None
         if table.windows is not None and self.tokens:
             is_whole = is_whole and self.checkpoint in table.checkpoints
         if is_whole:

@@ -15,7 +15,13 @@ from functools import partial
 import numpy as np
 
 from engine.adapters.effective import split_key
-from engine.errors import EngineError, KvPagesExhausted, SlotBusy, SlotContentNotFound
+from engine.errors import (
+    EngineError,
+    KvPagesExhausted,
+    NotSupported,
+    SlotBusy,
+    SlotContentNotFound,
+)
 from engine.memory.checkpoint import Checkpoint
 from engine.memory.planner import pages_for
 from engine.memory.prefix_index import PrefixRoot
@@ -93,6 +99,9 @@ class Transfers:
     def add(self, transfer: Save | Restore) -> None:
         """Queues a transfer, or fails it at once if its slot is busy and it may not wait."""
         slot = self._table.slot(transfer.slot_id)
+        if self._table.states is not None:
+            fail(transfer, _without_states())
+            return
         if slot.is_idle or not transfer.fail_if_busy:
             self._waiting.append(transfer)
             return
@@ -139,6 +148,11 @@ class Transfers:
         self, slot: Slot, save_: Save, then: Callable[[bool], None] | None = None
     ) -> None:
         """Starts to save an idle slot; `then` is told, on the engine thread, whether it is done."""
+        if self._table.states is not None:
+            fail(save_, _without_states())
+            if then is not None:
+                then(False)
+            return
         windows = _SavedWindows.of(slot, self._table)
         manifest = _manifest(slot, save_.order, windows.marks)
         reading = _Reading(self._parts.store, self._table, slot, windows, len(slot.tokens))
@@ -411,6 +425,11 @@ class _Target:
         if any(checkpoint not in self._table.checkpoints for checkpoint in self._checkpoints):
             raise KvPagesExhausted(len(self._window_pages), 0)
         return held
+
+
+def _without_states() -> NotSupported:
+    """Without its state a sequence would go on from nothing, and slot files do not hold it."""
+    return NotSupported("slot files of models with recurrent layers")
 
 
 def busy(slot: Slot) -> SlotBusy:
