@@ -31,10 +31,12 @@ def open_runner(
     num_states: int = 8,
     is_native: bool = False,
     adapters: AdapterCapacity = NO_ADAPTERS,
+    expert_slots: int | None = None,
 ) -> JaxRunner:
     """Loads a file into a runner that is not warm: compiling takes about 2 s per program.
 
-    A model with windows has as many window pages as others, one without recurrent layers no states.
+    A model with windows has as many window pages as others, one without recurrent layers no states;
+    one with experts has `expert_slots` of them in memory (None: all).
     """
     with GgufFile.open(path) as file:
         spec = read_spec(file)
@@ -50,7 +52,8 @@ def open_runner(
             adapters,
             num_states if spec.num_recurrent_layers else 0,
         )
-        return JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
+        weights = load_weights(spec, file, is_native=is_native, expert_slots=expert_slots)
+        return JaxRunner(spec, weights, config)
 
 
 @dataclass

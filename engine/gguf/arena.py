@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
 
 from engine.errors import ModelFileError, NotSupported, UnsupportedModel
 from engine.gguf.blocks import FloatArray, dequantise
@@ -97,22 +98,28 @@ def plan_arena(file: GgufFile, names: Iterable[str], *, tiled: bool = False) -> 
     matrices: dict[str, Matrix] = {}
     next_block = 0
     for name in names:
-        count, rows, cols = _stack_shape(file, _find(file, name))
-        layout = _matrix_layout(file, _find(file, name), tiled=tiled)
-        codes, scales, offsets = layout.plane_blocks(rows, cols)
-        matrices[name] = Matrix(
-            name,
-            rows,
-            cols,
-            layout,
-            codes_block=next_block,
-            scales_block=next_block + codes if scales else None,
-            offsets_block=next_block + codes + scales if offsets else None,
-            count=count,
-            stride_blocks=codes + scales + offsets,
-        )
-        next_block += count * (codes + scales + offsets)
+        matrix = matrices[name] = plan_matrix(file, name, next_block, tiled=tiled)
+        next_block += matrix.count * matrix.stride_blocks
     return ArenaPlan(MappingProxyType(matrices), next_block)
+
+
+def plan_matrix(file: GgufFile, name: str, first_block: int, *, tiled: bool) -> Matrix:
+    """Lays out one tensor, a matrix or a stack of them, from a block on; see `plan_arena`."""
+    info = _find(file, name)
+    count, rows, cols = _stack_shape(file, info)
+    layout = _matrix_layout(file, info, tiled=tiled)
+    codes, scales, offsets = layout.plane_blocks(rows, cols)
+    return Matrix(
+        name,
+        rows,
+        cols,
+        layout,
+        codes_block=first_block,
+        scales_block=first_block + codes if scales else None,
+        offsets_block=first_block + codes + scales if offsets else None,
+        count=count,
+        stride_blocks=codes + scales + offsets,
+    )
 
 
 def build_arena(
@@ -212,19 +219,38 @@ def _allocate(plan: ArenaPlan, file_name: str) -> Bytes:
 def _fill(file: GgufFile, data: Bytes, matrix: Matrix, index: int) -> Iterable[int]:
     """Encodes matrix `index` of its tensor, yielding the bytes of the file that each piece took."""
     info = file.tensors[matrix.name]
-    stack = file.raw(matrix.name).reshape(
-        -1, matrix.rows, info.nbytes // math.prod(info.shape[:-1])
-    )
-    raw, row_bytes = stack[index], stack.shape[-1]
+    row_bytes = info.nbytes // math.prod(info.shape[:-1])
     before = index * matrix.rows * row_bytes
+    raw = file.raw(matrix.name)[before : before + matrix.rows * row_bytes]
+    for first, last in fill_matrix(data, matrix, info.ggml_type, raw, file.name):
+        file.release(matrix.name, before + first * row_bytes, before + last * row_bytes)
+        yield (last - first) * row_bytes
+
+
+def fill_matrix(
+    data: Bytes, matrix: Matrix, ggml_type: GGMLQuantizationType, raw: Bytes, file_name: str
+) -> Iterable[tuple[int, int]]:
+    """Encodes a matrix in place, yielding the rows [first, last) that each piece took.
+
+    Args:
+        data: uint8 [blocks, 64], written.
+        matrix: Where its planes lie in `data`.
+        ggml_type: What `raw` holds.
+        raw: uint8, the matrix as the file has it.
+        file_name: For errors.
+
+    Raises:
+        ModelFileError: It holds a value or scale that is not finite.
+    """
+    rows = raw.reshape(matrix.rows, -1)
     target = _target(data, matrix)
-    step = max(TILE_ROWS, _PIECE_BYTES // row_bytes // TILE_ROWS * TILE_ROWS)
+    step = max(TILE_ROWS, _PIECE_BYTES // rows.shape[1] // TILE_ROWS * TILE_ROWS)
     for first in range(0, matrix.rows, step):
         last = min(first + step, matrix.rows)
-        piece = encode_rows(info.ggml_type, matrix.layout, raw[first:last])
+        piece = encode_rows(ggml_type, matrix.layout, rows[first:last])
         if not all_finite(matrix.layout, piece):
             raise ModelFileError(
-                path=file.name,
+                path=file_name,
                 detail=f"tensor {matrix.name!r} has a value or a block scale in rows {first} to "
                 f"{last - 1} that is not finite in its type",
             )
@@ -236,8 +262,7 @@ def _fill(file: GgufFile, data: Bytes, matrix: Matrix, index: int) -> Iterable[i
         for plane, values in zip(target, piece, strict=True):
             if plane is not None and values is not None:
                 plane[span] = values
-        file.release(matrix.name, before + first * row_bytes, before + last * row_bytes)
-        yield (last - first) * row_bytes
+        yield first, last
 
 
 def _target(data: Bytes, matrix: Matrix) -> Planes:

@@ -143,13 +143,8 @@ def expert_products(
     """
     num, used = ids.shape
     if all(stack.is_native for stack in stacks):
-        layouts: list[Layout] = []
-        entries: list[jax.Array] = []
-        for stack in stacks:
-            entries.append(jnp.stack([stack.kind + len(layouts), *stack.planes, stack.stride]))
-            layouts += stack.layouts
+        table, layouts = stack_table(stacks)
         rows = [stack.rows for stack in stacks]
-        table = jnp.stack(entries)
         y = native.expert_products(arena, table, x, ids, rows, layouts, stacks[0].count)
         parts = jnp.split(y, np.cumsum(rows)[:-1].tolist(), axis=-1)
     else:
@@ -157,6 +152,16 @@ def expert_products(
         grouped = grouping.gather(jnp.repeat(x, used, axis=0))
         parts = [_grouped_product(arena, stack, grouping, grouped) for stack in stacks]
     return [part.reshape(num, used, part.shape[-1]) for part in parts]
+
+
+def stack_table(stacks: Sequence[MatrixStack]) -> tuple[jax.Array, list[Layout]]:
+    """What native products of stacks take: int32 [stacks, 5], and the layouts that it indexes."""
+    layouts: list[Layout] = []
+    entries: list[jax.Array] = []
+    for stack in stacks:
+        entries.append(jnp.stack([stack.kind + len(layouts), *stack.planes, stack.stride]))
+        layouts += stack.layouts
+    return jnp.stack(entries), layouts
 
 
 def _grouped_product(

@@ -8,6 +8,8 @@ Source: Shazeer et al. 2017; llama.cpp's llm_graph_context::build_moe_ffn.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import jax
@@ -17,9 +19,10 @@ from jax import lax
 from engine.kernels import native
 from engine.kernels.qmatmul import MatrixStack, expert_products, gather_rows
 from engine.model.context import Context, vector
+from engine.model.expert_cache import Brought
 from engine.model.ffn import dense_ffn, gated
 from engine.model.spec import Gating, MoeFfnSpec, RouterSpec
-from engine.model.weights import LayerArrays
+from engine.model.weights import EXPERT_LAYER, LayerArrays
 
 _LEAST_SUM = 2.0**-14  # the smallest normal number of float16, as in llama.cpp
 
@@ -27,13 +30,25 @@ _LEAST_SUM = 2.0**-14  # the smallest normal number of float16, as in llama.cpp
 def moe_ffn(context: Context, ffn: MoeFfnSpec, own: LayerArrays, x: jax.Array) -> jax.Array:
     """Returns the weighted sum of each token's experts, of f32 [N, width]."""
     ids, weights = _route(context, ffn.router, own, x)
-    inputs = _products(context, ffn, own, ffn.inputs, x, ids)
+    # Padding would ask for experts of its own: it goes where the first token goes.
+    is_token = context.step.positions >= 0
+    ids = jnp.where(is_token[:, None], ids, ids[jnp.argmax(is_token)])
+    experts = _experts(context, own, ids)
+    inputs = _products(context, ffn, own, ffn.inputs, x, ids, experts)
     if ffn.is_fused:
         gate, up = jnp.split(inputs[0], 2, axis=-1)
     else:
         gate, up = inputs
     hidden = gated(ffn.activation, gate, up).reshape(-1, ffn.hidden)
-    (out,) = _products(context, ffn, own, ("ffn_down_exps",), hidden, ids.reshape(-1, 1))
+    (out,) = _products(
+        context,
+        ffn,
+        own,
+        ("ffn_down_exps",),
+        hidden,
+        ids.reshape(-1, 1),
+        replace(experts, ids=experts.ids.reshape(-1, 1)),
+    )
     out = out.reshape(*ids.shape, -1) * weights[..., None]
     total = out[:, 0]
     for k in range(1, ffn.router.num_used):
@@ -56,6 +71,14 @@ def _row_sums(x: jax.Array) -> jax.Array:
     return x
 
 
+def _experts(context: Context, own: LayerArrays, ids: jax.Array) -> Brought:
+    """Where all experts are resident they are in the arena, under their own numbers."""
+    weights = context.weights
+    if weights.experts is not None:
+        return weights.experts.bring(vector(own, EXPERT_LAYER), ids)
+    return Brought(ids, partial(expert_products, weights.arena))
+
+
 def _products(
     context: Context,
     ffn: MoeFfnSpec,
@@ -63,14 +86,15 @@ def _products(
     names: tuple[str, ...],
     x: jax.Array,
     ids: jax.Array,
+    experts: Brought,
 ) -> list[jax.Array]:
     """Products of each row with its experts, f32 [N, K, rows] each, biases added."""
-    arena = context.weights.arena
-    products = expert_products(arena, [cast(MatrixStack, own[name]) for name in names], x, ids)
+    stacks = [cast(MatrixStack, own[name]) for name in names]
+    products = experts.products(stacks, x, experts.ids)
     for i, name in enumerate(names):
         if name in ffn.biases:
             table = cast(MatrixStack, own[f"{name}.bias"])
-            biases = gather_rows(arena, table, ids.reshape(-1))
+            biases = gather_rows(context.weights.arena, table, ids.reshape(-1))
             products[i] = products[i] + biases.reshape(products[i].shape)
     return products
 

@@ -27,6 +27,8 @@ _TARGETS = (
     "kvarts_norm",
     "kvarts_log_sum_exp",
     "kvarts_expert_products",
+    "kvarts_cached_products",
+    "kvarts_ensure_experts",
     "kvarts_route",
     "kvarts_attend_f16",
     "kvarts_attend_f32",
@@ -81,7 +83,7 @@ def qmatmul(
     """
     result = jax.ShapeDtypeStruct((x.shape[0], sum(rows)), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_qmatmul", result)
-    return call(arena, table, x, rows=np.array(rows, np.int64), layouts=_described(layouts))
+    return call(arena, table, x, rows=np.array(rows, np.int64), layouts=described(layouts))
 
 
 def gather_rows(
@@ -90,7 +92,7 @@ def gather_rows(
     """Returns rows of one matrix decoded to f32 [N, cols]; `entry` is a row of such a table."""
     result = jax.ShapeDtypeStruct((row_ids.shape[0], cols), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_gather", result)
-    return call(arena, entry, row_ids, layouts=_described(layouts))
+    return call(arena, entry, row_ids, layouts=described(layouts))
 
 
 def norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -195,16 +197,8 @@ def expert_products(
     """
     result = jax.ShapeDtypeStruct((ids.size, sum(rows)), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_expert_products", result)
-    described = _described(layouts)
-    return call(
-        arena,
-        table,
-        x,
-        ids,
-        rows=np.array(rows, np.int64),
-        layouts=described,
-        count=np.int64(count),
-    )
+    attributes = {"rows": np.array(rows, np.int64), "layouts": described(layouts)}
+    return call(arena, table, x, ids, **attributes, count=np.int64(count))
 
 
 def route(
@@ -321,8 +315,8 @@ def recur(
     return mixed, states
 
 
-def _described(layouts: Sequence[Layout]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """(kind, number, group, has offset, bound of codes) of each layout, flat."""
+def described(layouts: Sequence[Layout]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """(kind, number, group, has offset, bound of codes) of each layout, flat, as kernels read it."""
     numbers = [
         (
             _KINDS[layout.kind],

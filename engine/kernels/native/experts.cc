@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "expert_cache.h"
 #include "handlers.h"
 #include "parallel.h"
 
@@ -79,10 +80,11 @@ void copy_row(const Activations& from, int64_t row, const Activations& to, int64
 
 using Table = ffi::BufferR2<ffi::S32>;
 
-// `table` has per stack (layout, codes, scales, offsets, stride), in 64-byte blocks of the arena.
-ffi::Error ExpertProducts(ffi::ThreadPool pool, Bytes arena, Table table, ffi::BufferR2<ffi::F32> x, Table ids,
-                          ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts,
-                          int64_t count) try {
+// `table` has per stack (layout, codes, scales, offsets, stride), in 64-byte blocks of `data`, which
+// is `held` bytes.
+ffi::Error products(ffi::ThreadPool& pool, const uint8_t* data, int64_t held, Table table,
+                    ffi::BufferR2<ffi::F32> x, Table ids, ffi::ResultBufferR2<ffi::F32> y,
+                    ffi::Span<const int64_t> rows, Layouts layouts, int64_t count) try {
   const int64_t num = x.dimensions()[0], cols = x.dimensions()[1], stride = y->dimensions()[1];
   const int64_t num_pairs = ids.element_count(), used = ids.dimensions()[1], num_stacks = rows.size();
   if ((int64_t)table.element_count() != 5 * num_stacks || ids.dimensions()[0] != num ||
@@ -102,8 +104,8 @@ ffi::Error ExpertProducts(ffi::ThreadPool pool, Bytes arena, Table table, ffi::B
       return invalid("a matrix is not inside the arena");
     Matrix last;
     const int32_t end[4] = {entry[0], (int32_t)(entry[1] + reach), (int32_t)(entry[2] + reach), (int32_t)(entry[3] + reach)};
-    if (const char* wrong = read_matrix(arena, end, layouts, rows[s], cols, &last)) return invalid(wrong);
-    if (const char* wrong = read_matrix(arena, entry, layouts, rows[s], cols, &firsts[s])) return invalid(wrong);
+    if (const char* wrong = read_matrix(data, held, end, layouts, rows[s], cols, &last)) return invalid(wrong);
+    if (const char* wrong = read_matrix(data, held, entry, layouts, rows[s], cols, &firsts[s])) return invalid(wrong);
     (last.index < 0 ? is_dense : is_quantised) = true;
   }
 
@@ -174,6 +176,22 @@ ffi::Error ExpertProducts(ffi::ThreadPool pool, Bytes arena, Table table, ffi::B
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return out_of_memory();
+}
+
+ffi::Error ExpertProducts(ffi::ThreadPool pool, Bytes arena, Table table, ffi::BufferR2<ffi::F32> x, Table ids,
+                          ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts,
+                          int64_t count) {
+  return products(pool, arena.typed_data(), arena.element_count(), table, x, ids, y, rows, layouts, count);
+}
+
+// The same from the slots of a cache: `ids` are slots, and places in the table are those in a slot.
+ffi::Error CachedProducts(ffi::ThreadPool pool, Table table, ffi::BufferR2<ffi::F32> x, Table slots,
+                          ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts,
+                          int64_t cache_id) {
+  const auto cache = find_cache((int32_t)cache_id);
+  if (!cache) return invalid("cached_products: no such cache");
+  const int64_t held = cache->num_slots * cache->slot_bytes;
+  return products(pool, cache->slots, held, table, x, slots, y, rows, layouts, cache->num_slots);
 }
 
 enum Gating : int64_t { kSoftmax = 0, kSigmoid = 1, kChosenSoftmax = 2 };
@@ -290,6 +308,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_expert_products, kvarts::ExpertProducts,
                                   .Attr<ffi::Span<const int64_t>>("rows")
                                   .Attr<ffi::Span<const int64_t>>("layouts")
                                   .Attr<int64_t>("count"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_cached_products, kvarts::CachedProducts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<kvarts::Table>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<kvarts::Table>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Attr<ffi::Span<const int64_t>>("rows")
+                                  .Attr<ffi::Span<const int64_t>>("layouts")
+                                  .Attr<int64_t>("cache"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_route, kvarts::Route,
                               ffi::Ffi::Bind()

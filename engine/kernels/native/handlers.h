@@ -44,16 +44,14 @@ inline bool is_known(Matrix& m) {
 
 // Reads a matrix from its entry of a table. Entries are data of the program: what they name is
 // looked at before it is touched. Returns what is wrong, if anything.
-inline const char* read_matrix(const Bytes& arena, const int32_t* entry, Layouts layouts, int64_t rows, int64_t cols,
-                        Matrix* m) {
+inline const char* read_matrix(const uint8_t* data, int64_t held, const int32_t* entry, Layouts layouts, int64_t rows,
+                               int64_t cols, Matrix* m) {
   if (entry[0] < 0 || 5 * (size_t)entry[0] + 4 >= layouts.size()) return "a matrix has a layout that does not exist";
   const int64_t* layout = layouts.begin() + 5 * entry[0];
-  const uint8_t* data = arena.typed_data();
   const Format format{(Kind)layout[0], (Float)layout[1], (int32_t)layout[2], layout[3] != 0, (int32_t)layout[4]};
   *m = Matrix{format, -1, rows, cols,
               data + 64 * (int64_t)entry[1], data + 64 * (int64_t)entry[2], data + 64 * (int64_t)entry[3]};
   if (!is_known(*m)) return "a matrix does not fit its layout";
-  const int64_t held = arena.element_count();
   const auto is_inside = [&](int32_t block, int64_t bytes) { return block >= 0 && 64 * (int64_t)block + bytes <= held; };
   const bool has_scales = m->index >= 0;
   if (!is_inside(entry[1], code_bytes(*m, rows)) ||
@@ -61,6 +59,11 @@ inline const char* read_matrix(const Bytes& arena, const int32_t* entry, Layouts
       (has_scales && m->format.has_offset && !is_inside(entry[3], scale_bytes(*m, rows))))
     return "a matrix is not inside the arena";
   return nullptr;
+}
+
+inline const char* read_matrix(const Bytes& arena, const int32_t* entry, Layouts layouts, int64_t rows, int64_t cols,
+                               Matrix* m) {
+  return read_matrix(arena.typed_data(), arena.element_count(), entry, layouts, rows, cols, m);
 }
 
 }  // namespace kvarts

@@ -1,0 +1,250 @@
+"""The moe_cache pool: which experts are in memory, in which slot, and who makes room for whom.
+
+A model whose experts are not all resident keeps some of them in slots of one size and reads the
+others when a step needs them. The store knows layers, experts and bytes, and neither files (a
+`reader` fills a slot) nor devices (kernels look at its tables and call `ensure`).
+
+Example:
+    store = ExpertStore(ExpertShape(num_layers=2, num_experts=8, top_k=2, slot_bytes=1 << 16), 8, read)
+    store.ensure(layer=0, experts=[3, 5], is_long=False)
+    store.slots[store.slot_of[0, 3]]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import InvalidField
+
+_ALIGNMENT = 64
+# As in expert_cache.cc.
+_HALF_LIFE_TOKENS = 128
+_MOST_CLOCK = 1e150
+_NOBODY = -1
+# Of `ExpertStore.counts`.
+LOOKUPS, HITS, LOADS_AHEAD = 0, 1, 2
+
+Bytes = npt.NDArray[np.uint8]
+Reader = Callable[[int, int, Bytes], None]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What the experts of a model are; `top_k` is how many a token uses per layer."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    slot_bytes: int
+
+    @property
+    def floor(self) -> int:
+        """The fewest slots that can run a step: one whole layer."""
+        return self.num_experts
+
+    @property
+    def ceiling(self) -> int:
+        """The slots with which every expert is resident."""
+        return self.num_layers * self.num_experts
+
+    def checked(self, num_slots: int) -> int:
+        """Returns a size that is not refused.
+
+        Raises:
+            InvalidField: It is below the floor, or more than there are experts.
+        """
+        if not self.floor <= num_slots <= self.ceiling:
+            raise InvalidField(
+                "moe_cache_slots",
+                f"must be {self.floor} (one layer's experts) to {self.ceiling} (all of them), "
+                f"got {num_slots}",
+            )
+        return num_slots
+
+
+@dataclass(frozen=True)
+class ExpertFigures:
+    """What the cache did since it was made."""
+
+    lookups: int
+    hits: int
+    loads: int
+    loads_ahead: int
+    stall_s: float
+
+
+class ExpertStore:
+    """Slots of experts. `ensure` is called by one step at a time; figures may be read any time."""
+
+    def __init__(
+        self, shape: ExpertShape, num_slots: int, reader: Reader, *, overlaps: bool = True
+    ) -> None:
+        """Allocates empty slots.
+
+        Args:
+            shape: What the experts are.
+            num_slots: From the floor on, see `ExpertShape.checked`.
+            reader: Called with (layer, expert, a slot's bytes), from any thread; fills the slot.
+            overlaps: Read the next layer's experts ahead while a long step computes; takes two
+                layers' worth of slots.
+
+        Raises:
+            InvalidField: The size is out of range, or there is no memory for it.
+        """
+        self.shape, self.num_slots = shape, shape.checked(num_slots)
+        self.overlaps = overlaps and num_slots >= 2 * shape.num_experts
+        self.slots = _aligned_slots(num_slots, shape.slot_bytes)
+        lead = (shape.num_layers, shape.num_experts)
+        self.slot_of = np.full(lead, _NOBODY, np.int32)
+        # A use counts `clock`, which doubles with time: what is compared has decayed.
+        self.uses = np.zeros(lead, np.float64)
+        self.clock = np.ones(1, np.float64)
+        self.counts = np.zeros(3, np.int64)
+        self._reader = reader
+        self._layer_of = np.full(num_slots, _NOBODY, np.int32)
+        self._expert_of = np.full(num_slots, _NOBODY, np.int32)
+        self._taken_at = np.zeros(num_slots, np.int64)
+        self._num_taken = 0
+        self._loads = self._loads_ahead = 0
+        self._stall_s = 0.0
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="experts")
+        self._ahead: Future[None] | None = None
+
+    @property
+    def figures(self) -> ExpertFigures:
+        """What happened so far."""
+        lookups, hits, _ = self.counts.tolist()
+        return ExpertFigures(lookups, hits, self._loads, self._loads_ahead, self._stall_s)
+
+    @property
+    def used(self) -> int:
+        """Slots that hold an expert."""
+        return int((self._layer_of != _NOBODY).sum())
+
+    def close(self) -> None:
+        """Ends what is being read ahead."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def ensure(self, layer: int, experts: Sequence[int], *, is_long: bool) -> None:
+        """Brings all experts that a layer of a step needs into slots.
+
+        Nothing of theirs is taken away before the next call. After a long step's layer the next
+        one's experts are read while this one computes.
+
+        Raises:
+            OSError: The file cannot be read.
+            ModelFileError: It is not what it was when it was opened.
+        """
+        started = time.perf_counter()
+        self._wait_for_ahead()
+        missing = [e for e in experts if self.slot_of[layer, e] < 0]
+        self.counts[LOOKUPS] += len(experts)
+        self.counts[HITS] += len(experts) - len(missing)
+        if missing:
+            self._load(layer, missing, kept={(layer, e) for e in experts})
+            self._loads += len(missing)
+            self._stall_s += time.perf_counter() - started
+        if is_long and self.overlaps and layer + 1 < self.shape.num_layers:
+            self.counts[LOADS_AHEAD] = 1
+            self._ahead = self._threads.submit(self._load_ahead, layer + 1, tuple(experts))
+
+    def count_uses(self, layer: int, ids: npt.NDArray[np.int32]) -> None:
+        """Notes what a step's layer uses, int32 [N, K]; native kernels note it themselves."""
+        if layer == 0:
+            self.clock *= 2.0 ** (len(ids) / _HALF_LIFE_TOKENS)
+            if self.clock[0] > _MOST_CLOCK:
+                self.uses /= self.clock
+                self.clock[0] = 1.0
+        np.add.at(self.uses[layer], ids.ravel(), self.clock[0])
+
+    def _wait_for_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        self.counts[LOADS_AHEAD] = 0
+        if ahead is not None:
+            ahead.result()
+
+    def _load_ahead(self, layer: int, running: Sequence[int]) -> None:
+        """Reads what a layer lacks while the layer before it computes with `running`."""
+        missing = np.flatnonzero(self.slot_of[layer] < 0)
+        busiest = missing[np.argsort(-self.uses[layer, missing], kind="stable")].tolist()
+        kept = {(layer - 1, e) for e in running}
+        kept |= {(layer, e) for e in range(self.shape.num_experts)}
+        for expert in busiest:
+            self._fill(layer, expert, self._make_room(layer, kept))
+        self._loads_ahead += len(busiest)
+
+    def _load(self, layer: int, experts: Sequence[int], kept: set[tuple[int, int]]) -> None:
+        slots = [self._make_room(layer, kept) for _ in experts]
+        if len(experts) == 1:
+            self._fill(layer, experts[0], slots[0])
+            return
+        for done in [
+            self._threads.submit(self._fill, layer, expert, slot)
+            for expert, slot in zip(experts, slots, strict=True)
+        ]:
+            done.result()
+
+    def _fill(self, layer: int, expert: int, slot: int) -> None:
+        try:
+            self._reader(layer, expert, self.slots[slot])
+        except BaseException:
+            self._taken_at[slot] = 0  # it is free again
+            raise
+        self._layer_of[slot], self._expert_of[slot] = layer, expert
+        self.slot_of[layer, expert] = slot
+
+    def _make_room(self, layer: int, kept: set[tuple[int, int]]) -> int:
+        """Takes a slot: a free one, else that of the expert which is missed least.
+
+        Other layers keep a few experts, unless only that makes the step possible.
+        """
+        self._num_taken += 1
+        free = np.flatnonzero((self._layer_of == _NOBODY) & (self._taken_at == 0))
+        if free.size:
+            slot = int(free[0])
+            self._taken_at[slot] = self._num_taken
+            return slot
+        candidates = self._evictable(layer, kept)
+        uses = self.uses[self._layer_of[candidates], self._expert_of[candidates]]
+        # The least used, of those the longest held.
+        order = np.lexsort((self._taken_at[candidates], uses))
+        slot = int(candidates[order[0]])
+        self.slot_of[self._layer_of[slot], self._expert_of[slot]] = _NOBODY
+        self._layer_of[slot] = self._expert_of[slot] = _NOBODY
+        self._taken_at[slot] = self._num_taken
+        return slot
+
+    def _evictable(self, layer: int, kept: set[tuple[int, int]]) -> npt.NDArray[np.intp]:
+        held = self._layer_of != _NOBODY
+        is_kept = np.zeros(self.slot_of.shape, bool)
+        is_kept[tuple(np.array(sorted(kept)).T)] = True
+        held[held] = ~is_kept[self._layer_of[held], self._expert_of[held]]
+        shape = self.shape
+        fair = min(shape.top_k, self.num_slots // shape.num_layers)
+        per_layer = np.bincount(
+            self._layer_of[self._layer_of != _NOBODY], minlength=shape.num_layers
+        )
+        may_give = per_layer > fair
+        may_give[layer] = True
+        polite = held.copy()
+        polite[held] = may_give[self._layer_of[held]]
+        return np.flatnonzero(polite if polite.any() else held)
+
+
+def _aligned_slots(num_slots: int, slot_bytes: int) -> Bytes:
+    """Zeros [num_slots, slot_bytes] whose first byte is aligned; pages come as they are written."""
+    try:
+        memory = np.zeros(num_slots * slot_bytes + _ALIGNMENT - 1, np.uint8)
+    except MemoryError as error:
+        raise InvalidField(
+            "moe_cache_slots",
+            f"{num_slots} experts of {slot_bytes} bytes each do not fit into memory",
+        ) from error
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_slots * slot_bytes].reshape(num_slots, slot_bytes)
