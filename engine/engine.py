@@ -49,7 +49,9 @@ from engine.types import (
     CancelCause,
     EngineConfig,
     EventSink,
+    ExpertFigures,
     Failed,
+    PoolInfo,
     Request,
     Snapshot,
 )
@@ -80,6 +82,7 @@ class EngineParts:
 
     `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
     key begins. `start_file_work` runs the file side of a save or a restore on another thread.
+    `experts` tells how the moe_cache pool of a model that has one stands.
     """
 
     runner: Runner
@@ -93,6 +96,7 @@ class EngineParts:
     model_id: bytes = b""
     start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
     failpoints: Failpoints = field(default_factory=Failpoints)
+    experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
 
 
 class Engine:
@@ -140,6 +144,7 @@ class Engine:
         self._stop_at_s: float | None = None
         self._save_s = 0.0
         self._fault: BaseException | None = None
+        self._experts = parts.experts
         self._thread: threading.Thread | None = None
         self._snapshot = self._describe()
 
@@ -401,7 +406,11 @@ class Engine:
             describe_adapter(one, self._scheduler.num_users(one.adapter_id))
             for one in self._loaded.adapters
         )
-        return replace(now, step_times=self._step_timer.times, adapters=adapters)
+        now = replace(now, step_times=self._step_timer.times, adapters=adapters)
+        if self._experts is None:
+            return now
+        pool, figures = self._experts()
+        return replace(now, pools=(*now.pools, pool), experts=figures)
 
 
 def _settle(done: Future[T], work: Callable[[], T]) -> None:

@@ -28,9 +28,11 @@ from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
+from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
+from engine.model.expert_cache import expert_shape
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights, load_weights
 from engine.runner import JaxRunner, RunnerConfig
@@ -44,7 +46,7 @@ from engine.text.load import load_tokenizer
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.threads import limit_threads
-from engine.types import EngineConfig, EventSink, PoolKind, Request
+from engine.types import EngineConfig, EventSink, ExpertFigures, PoolInfo, PoolKind, Request
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +126,10 @@ def load_engine(
                 file,
                 lambda done, total: report(LoadProgress("weights", done, total)),
                 is_native=is_native,
+                expert_slots=config.moe_cache_slots,
+                overlaps=config.prefill_overlap,
             )
+            expert_pool = _expert_pool(expert_shape(spec, file, is_native=is_native), weights)
             if tokenizing.done():
                 tokenizing.result()  # a refusal need not wait for the compiler
             model = target_model(spec)
@@ -140,6 +145,7 @@ def load_engine(
         begin_text=TextStream,
         adapters=AdapterSetup(runner, capacity, model),
         model_id=digest.sampled.encode(),
+        experts=expert_pool,
         **parts,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
@@ -180,6 +186,19 @@ def choose_kernels(wanted: str) -> bool:
             native.why_missing(),
         )
     return False
+
+
+def _expert_pool(
+    shape: ExpertShape | None, weights: Weights
+) -> Callable[[], tuple[PoolInfo, ExpertFigures]] | None:
+    """How the moe_cache pool stands; None where the model has no experts."""
+    if shape is None:
+        return None
+    if weights.experts is not None:
+        store = weights.experts.store
+        return lambda: (store.pool_info(), store.figures)
+    resident = shape.pool_info(shape.ceiling, shape.ceiling), ExpertFigures()
+    return lambda: resident
 
 
 def _keep_programs(folder: str) -> None:

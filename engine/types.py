@@ -338,6 +338,23 @@ class PoolInfo:
 
 
 @dataclass(frozen=True)
+class ExpertFigures:
+    """What a cache of experts did since the start; all 0 where every expert is resident.
+
+    `lookups` counts experts that layers of steps needed, `hits` those that were in memory, `loads`
+    those that a step waited for, `loads_ahead` those read for a later layer. `stall_s` is the time
+    that steps waited. `overlaps`: long prompts read the next layer ahead.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    loads: int = 0
+    loads_ahead: int = 0
+    stall_s: float = 0.0
+    overlaps: bool = False
+
+
+@dataclass(frozen=True)
 class Counters:
     """Totals since the start. Every metric and every usage figure comes from these."""
 
@@ -411,6 +428,7 @@ class Snapshot:
     counters: Counters
     step_times: StepTimes = field(default_factory=StepTimes)
     adapters: tuple[AdapterInfo, ...] = ()
+    experts: ExpertFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -431,8 +449,10 @@ class EngineConfig:
     prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
     floor. Prompts of models with recurrent layers get a snapshot of their state every
-    `snapshot_interval` tokens; `mamba_slots` None is room for a few. `host_cache_bytes` bounds the host memory for prefixes that lost their place on the
-    device (None: unlimited, 0: off). `kernels` is "native", "xla", or "auto": native where it was
+    `snapshot_interval` tokens; `mamba_slots` None is room for a few. `host_cache_bytes` bounds the
+    host memory for prefixes that lost their place on the device (None: unlimited, 0: off). Of a
+    model with experts `moe_cache_slots` are in memory (None: all), and with `prefill_overlap`
+    prompts read the next layer's ahead. `kernels` is "native", "xla", or "auto": native where it was
     built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
     is as many as those, `max_adapter_rank` None the greatest of theirs. `compile_cache`
     and `identity_cache` are folders for compiled programs and for hashes of weights; None keeps
@@ -452,6 +472,8 @@ class EngineConfig:
     snapshot_interval: int = 1024
     slot_similarity: float = 0.1
     host_cache_bytes: int | None = 0
+    moe_cache_slots: int | None = None
+    prefill_overlap: bool = True
     queue_requests: int = 256
     queue_bytes: int = 64 << 20
     threads: int | None = None

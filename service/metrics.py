@@ -36,6 +36,7 @@ from engine.types import (
     AdapterInfo,
     CancelCause,
     Counters,
+    ExpertFigures,
     PoolInfo,
     Snapshot,
     StepTimes,
@@ -149,6 +150,8 @@ class EngineCollector(Collector):
         yield from _adapter_families(snapshot.adapters)
         yield _step_family(snapshot.step_times)
         yield from _pool_families(snapshot.pools)
+        if snapshot.experts is not None:
+            yield from _expert_families(snapshot.experts)
 
 
 def _adapter_families(adapters: Sequence[AdapterInfo]) -> Iterable[Metric]:
@@ -256,6 +259,17 @@ def _pool_families(pools: Iterable[PoolInfo]) -> Iterable[Metric]:
         sizes.add_metric([name], pool.size * pool.unit_bytes)
     yield units
     yield sizes
+
+
+def _expert_families(figures: ExpertFigures) -> Iterable[Metric]:
+    """Hit rate = hits / lookups."""
+    yield _counter("expert_lookups", "Experts that layers of steps needed.", figures.lookups)
+    yield _counter("expert_hits", "Of those, the ones in memory.", figures.hits)
+    loads = _labelled("expert_loads", "Experts read, waited for or ahead.", "when")
+    loads.add_metric(["waited"], figures.loads)
+    loads.add_metric(["ahead"], figures.loads_ahead)
+    yield loads
+    yield _counter("expert_stall_seconds", "Time that steps waited for experts.", figures.stall_s)
 
 
 def _gauge(name: str, doc: str, value: float) -> GaugeMetricFamily:

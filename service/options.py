@@ -260,6 +260,8 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         swa_pages=parsed["swa_pages"],
         swa_evict_interval=parsed["swa_evict_interval"],
         mamba_slots=parsed["mamba_slots"],
+        moe_cache_slots=parsed["moe_cache_slots"],
+        prefill_overlap=parsed["prefill_overlap"],
         kernels=parsed["kernels"],
         slot_similarity=parsed["slot_similarity"],
         host_cache_bytes=None if cache_ram_mib == -1 else cache_ram_mib << 20,

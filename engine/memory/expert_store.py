@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import InvalidField
+from engine.types import ExpertFigures, PoolInfo, PoolKind
 
 _ALIGNMENT = 64
 # As in expert_cache.cc.
@@ -53,6 +54,21 @@ class ExpertShape:
         """The slots with which every expert is resident."""
         return self.num_layers * self.num_experts
 
+    def pool_info(self, size: int, num_held: int) -> PoolInfo:
+        """A pool of `size` slots, some of which hold experts that can make room at any time."""
+        return PoolInfo(
+            kind=PoolKind.MOE_CACHE,
+            size=size,
+            free=size - num_held,
+            used=0,
+            pinned=0,
+            cached=num_held,
+            floor=self.floor,
+            ceiling=self.ceiling,
+            unit_bytes=self.slot_bytes,
+            unit_tokens=0,
+        )
+
     def checked(self, num_slots: int) -> int:
         """Returns a size that is not refused.
 
@@ -66,17 +82,6 @@ class ExpertShape:
                 f"got {num_slots}",
             )
         return num_slots
-
-
-@dataclass(frozen=True)
-class ExpertFigures:
-    """What the cache did since it was made."""
-
-    lookups: int
-    hits: int
-    loads: int
-    loads_ahead: int
-    stall_s: float
 
 
 class ExpertStore:
@@ -120,7 +125,13 @@ class ExpertStore:
     def figures(self) -> ExpertFigures:
         """What happened so far."""
         lookups, hits, _ = self.counts.tolist()
-        return ExpertFigures(lookups, hits, self._loads, self._loads_ahead, self._stall_s)
+        return ExpertFigures(
+            lookups, hits, self._loads, self._loads_ahead, self._stall_s, self.overlaps
+        )
+
+    def pool_info(self) -> PoolInfo:
+        """The pool as lists show it."""
+        return self.shape.pool_info(self.num_slots, self.used)
 
     @property
     def used(self) -> int:

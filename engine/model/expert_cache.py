@@ -23,7 +23,7 @@ from engine.gguf.reader import GgufFile
 from engine.kernels.native.expert_cache import NativeExpertCache, cached_products, ensure_experts
 from engine.kernels.qmatmul import MatrixStack, expert_products, stack_table
 from engine.memory.expert_store import ExpertShape, ExpertStore
-from engine.model.spec import ModelSpec, MoeFfnSpec, RouterSpec
+from engine.model.spec import ModelSpec, MoeFfnSpec
 
 Int32 = npt.NDArray[np.int32]
 Products = Callable[[Sequence[MatrixStack], jax.Array, jax.Array], list[jax.Array]]
@@ -129,6 +129,23 @@ def stack_names(ffn: MoeFfnSpec) -> tuple[str, ...]:
     return (*ffn.inputs, "ffn_down_exps")
 
 
+def expert_shape(spec: ModelSpec, file: GgufFile, *, is_native: bool) -> ExpertShape | None:
+    """What the experts of a model take; None if it has none.
+
+    Raises:
+        ModelFileError: A tensor is missing, or the file was changed meanwhile.
+        UnsupportedModel: A tensor is of a type without a layout.
+    """
+    routers = [_experts_of(spec, i).router for i in expert_layers(spec)]
+    if not routers:
+        return None
+    records = _open_records(spec, file, is_native=is_native)
+    slot_bytes = records.num_blocks * BLOCK_BYTES
+    records.close()
+    most_used = max(router.num_used for router in routers)
+    return ExpertShape(len(routers), routers[0].num_experts, most_used, slot_bytes)
+
+
 def open_experts(
     spec: ModelSpec, file: GgufFile, num_slots: int, *, is_native: bool, overlaps: bool
 ) -> CachedExperts | None:
@@ -138,26 +155,29 @@ def open_experts(
         InvalidField: The model has no experts, the size is out of range, or memory is out.
         ModelFileError: The file was changed meanwhile.
     """
-    layers = expert_layers(spec)
-    names: list[list[str]] = []
-    routers: list[RouterSpec] = []
-    for i in layers:
-        ffn = spec.layers[i].block.ffn
-        assert isinstance(ffn, MoeFfnSpec)
-        routers.append(ffn.router)
-        names.append([f"blk.{i}.{name}.weight" for name in stack_names(ffn)])
-    if not layers:
+    shape = expert_shape(spec, file, is_native=is_native)
+    if shape is None:
         raise InvalidField("moe_cache_slots", "the model has no experts")
-    records = ExpertRecords(file, names, tiled=is_native)
-    shape = ExpertShape(
-        len(layers), routers[0].num_experts, routers[0].num_used, records.num_blocks * BLOCK_BYTES
-    )
+    if shape.checked(num_slots) == shape.ceiling:
+        return None
+    records = _open_records(spec, file, is_native=is_native)
     try:
-        if shape.checked(num_slots) == shape.ceiling:
-            records.close()
-            return None
         store = ExpertStore(shape, num_slots, records.read, overlaps=overlaps)
-    except InvalidField:
+        return CachedExperts(store, records, is_native=is_native)
+    except BaseException:
         records.close()
         raise
-    return CachedExperts(store, records, is_native=is_native)
+
+
+def _experts_of(spec: ModelSpec, layer: int) -> MoeFfnSpec:
+    ffn = spec.layers[layer].block.ffn
+    assert isinstance(ffn, MoeFfnSpec)
+    return ffn
+
+
+def _open_records(spec: ModelSpec, file: GgufFile, *, is_native: bool) -> ExpertRecords:
+    names = [
+        [f"blk.{i}.{name}.weight" for name in stack_names(_experts_of(spec, i))]
+        for i in expert_layers(spec)
+    ]
+    return ExpertRecords(file, names, tiled=is_native)

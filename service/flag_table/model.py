@@ -250,6 +250,26 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--moe-cache-slots",),
+        integer(1),
+        "moe_cache_slots",
+        "experts in memory, of all layers together; the others are read from the file when they "
+        "are needed (default: all)",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
+        ("--prefill-overlap",),
+        SWITCH,
+        "prefill_overlap",
+        "read the next layer's experts while a prompt's layer computes, where there are slots for "
+        "two layers",
+        off_names=("--no-prefill-overlap",),
+        default=True,
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("--swa-evict-interval",),
         integer(1, 1 << 20),
         "swa_evict_interval",
