@@ -464,5 +464,6 @@ def _scheduler_parts(
         chunk_tokens=config.chunk_tokens,
         calls=calls,
         start_file_work=parts.start_file_work,
+        shifts=config.context_shift,
         failpoints=parts.failpoints,
     )

@@ -23,6 +23,11 @@ class TokenText(Protocol):
         ...
 
     @property
+    def add_bos(self) -> bool:
+        """Whether prompts begin with a token that the tokenizer puts there."""
+        ...
+
+    @property
     def eog_tokens(self) -> frozenset[int]:
         """Tokens that end a generation."""
         ...
@@ -150,9 +155,9 @@ class Generation:
         chain: SamplerChain,
         text: TextReleaser,
         tokenizer: TokenText,
-        context_tokens: int,
+        context_tokens: int | None,
     ) -> None:
-        """Begins a generation; `context_tokens` is the context of its slot."""
+        """Begins a generation, which ends when its slot holds `context_tokens` (None: never)."""
         self.request = request
         self.tokens: list[int] = []
         self.has_new_line = False
@@ -222,7 +227,8 @@ class Generation:
         reason: FinishReason | None = None
         if release.stop_string is not None:
             reason = FinishReason.STOP
-        truncated = held + 1 >= self._context_tokens
+        limit = self._context_tokens
+        truncated = limit is not None and held + 1 >= limit
         if truncated:
             reason = FinishReason.CONTEXT_FULL
         if reason is None and self.remaining_tokens == 0:

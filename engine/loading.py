@@ -33,6 +33,7 @@ from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
 from engine.model.expert_cache import expert_shape
+from engine.model.moving import can_move
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights, load_weights
 from engine.runner import JaxRunner, RunnerConfig
@@ -114,6 +115,8 @@ def load_engine(
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
         hints = read_sampling(file.metadata)
+        if config.context_shift and not can_move(spec):
+            raise InvalidField("context_shift", f"keys of {spec.architecture} cannot be moved")
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
         vocab, digest = read_vocab(file.metadata), digest_weights(file)
         source = ModelSource(file.stamps, tuple(file.tensors.values()))

@@ -11,32 +11,28 @@ from dataclasses import replace
 
 from engine.adapters.effective import EffectiveSet
 from engine.adapters.unloading import Unloads
-from engine.errors import DeadlineExceeded, EngineError, EngineFault
+from engine.errors import EngineError, EngineFault
 from engine.failpoints import Site
-from engine.generation import Ending, Generation
+from engine.generation import Ending
 from engine.memory.pages import PageAllocator
 from engine.memory.prefix_index import PrefixRoot
+from engine.scheduling.beginning import begin_row
 from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.ledger import Ledger
 from engine.scheduling.parts import NonFiniteLogits, SchedulerParts
-from engine.scheduling.patience import gains_by_waiting
+from engine.scheduling.patience import gains_by_waiting, reuse_limit
 from engine.scheduling.plan import StepPlan, plan_step
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
-from engine.scheduling.row import Arrival, Row
+from engine.scheduling.row import Arrival, Row, deadline_error
 from engine.scheduling.shelf import Shelf
+from engine.scheduling.shift import Shifts
 from engine.scheduling.transfers import Transfers, busy
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.prefixes import Prefixes
 from engine.slots.table import Slot, SlotTable
-from engine.step import PoolLost, RowLogits, SequenceWork
-from engine.types import (
-    CancelCause,
-    Counters,
-    Event,
-    FinishReason,
-    Request,
-)
+from engine.step import PoolLost, RowLogits
+from engine.types import CancelCause, Counters, Event, FinishReason, Request
 
 
 class Scheduler:
@@ -47,6 +43,7 @@ class Scheduler:
         self._table = table
         self._prefixes = Prefixes(table, pages, parts.runner)
         self._room = Room(table, pages, self._prefixes, parts.failpoints)
+        self._shifts = Shifts(self._room, table, parts.tokenizer, is_on=parts.shifts)
         self._queue = WaitingQueue()
         self._rows: dict[str, Row] = {}
         self._erasures = Erasures(table)
@@ -169,6 +166,7 @@ class Scheduler:
         self.unloads.run()
         self._transfers.run()
         self._admit_all(now_s)
+        self._shift_all()
         self._make_room()
         for row in self._rows.values():
             row.stop_at = self._table.next_stop(row.home, len(row.request.prompt))
@@ -188,22 +186,21 @@ class Scheduler:
     def _expire(self, now_s: float) -> None:
         for arrival in self._queue.expired(now_s):
             self._queue.discard(arrival.request.request_id)
-            error = _deadline_error(arrival.request, arrival.submitted_s)
+            error = deadline_error(arrival.request, arrival.submitted_s)
             self._ledger.failed(arrival.request, error, arrival.row)
         for row in self.rows:
             deadline_s = row.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
                 self._vacate(row)
-                error = _deadline_error(row.request, row.submitted_s)
+                error = deadline_error(row.request, row.submitted_s)
                 self._ledger.failed(row.request, error, row)
 
     def _vacate(self, row: Row) -> Slot:
         """Takes a row off its slot, which keeps what it holds."""
         slot = row.home
-        limit = row.adapters.prefix_limit
-        if limit is not None and len(slot.tokens) > limit:
-            # What follows the invocation is no prefix of anybody's.
-            self._table.cut_back(slot, limit)
+        if row.adapters.is_activated and slot.marked_from is not None:
+            # What follows the invocation is no prefix of anybody's, nor what was moved of it.
+            self._table.cut_back(slot, slot.marked_from)
         self._table.release(slot)
         row.slot = None
         del self._rows[row.request_id]
@@ -232,9 +229,14 @@ class Scheduler:
 
     def _fault(self, row: Row, cause: Exception, *, keep: bool) -> None:
         if not keep:
-            self._table.discard(row.home)
+            self._table.discard(row.home, row.reused)
         self._vacate(row)
         self._ledger.failed(row.request, self._as_engine_error(cause), row)
+
+    def _lose(self, row: Row, cause: Exception, *, keep: bool) -> None:
+        """Ends a row for which the device failed between steps."""
+        self._fault(row, cause, keep=keep and not isinstance(cause, PoolLost))
+        self._empty_if_lost(cause)
 
     def _as_engine_error(self, cause: Exception) -> EngineError:
         if isinstance(cause, EngineError):
@@ -294,7 +296,8 @@ class Scheduler:
         if not tokens:
             self._pass_through(arrival, slot, now_s)
             return True
-        found = self._prefixes.find(slot, root, request, tokens, limit=adapters.prefix_limit)
+        limit = reuse_limit(arrival, adapters, slot)
+        found = self._prefixes.find(slot, root, request, tokens, limit=limit)
         others = self._rows.values()
         if gains_by_waiting(arrival, adapters, root, tokens, found, others, self._table):
             return False
@@ -311,8 +314,8 @@ class Scheduler:
         if reuse is None:
             return False
         self._queue.take(arrival)
-        seed = self._seed(request)
-        row = arrival.row or self._begin_row(arrival, adapters, seed, cached=reuse.num_tokens)
+        seed = self._parts.seed_of(request)
+        row = arrival.row or self._begin_row(arrival, adapters, seed, cached=reuse.total)
         if row is None:
             if shelf is not None:
                 shelf.drop()
@@ -326,6 +329,7 @@ class Scheduler:
             self._empty_if_lost(error)
             return True
         row.slot, row.shelf = slot, shelf
+        row.reused, row.dropped = reuse.total, 0
         self._rows[request.request_id] = row
         self._occupy(slot, row)
         if arrival.row is None:
@@ -336,38 +340,15 @@ class Scheduler:
         self, arrival: Arrival, adapters: EffectiveSet, seed: int, *, cached: int
     ) -> Row | None:
         """Makes what a request needs to run; None if that failed, which only ends this request."""
-        request = arrival.request
         try:
             self._parts.failpoints.check(Site.ADMIT)
-            generation = self._begin(request, seed)
+            row = begin_row(self._parts, arrival, adapters, seed, self._table.context_tokens)
         except Exception as error:
-            self._ledger.failed(request, self._as_engine_error(error), None)
+            self._ledger.failed(arrival.request, self._as_engine_error(error), None)
             return None
-        return Row(
-            request=request,
-            adapters=adapters,
-            task_id=self._next_task_id(),
-            generation=generation,
-            submitted_s=arrival.submitted_s,
-            admitted_s=self._parts.clock(),
-            cached_tokens=cached,
-            prompt_done=cached,
-            slot=None,
-            save=arrival.save,
-        )
-
-    def _seed(self, request: Request) -> int:
-        seed = request.sampling.seed
-        return self._parts.draw_seed() if seed is None else seed
-
-    def _begin(self, request: Request, seed: int) -> Generation:
-        return Generation(
-            request,
-            chain=self._parts.begin_chain(request, seed),
-            text=self._parts.begin_text(request.stop),
-            tokenizer=self._parts.tokenizer,
-            context_tokens=self._table.context_tokens,
-        )
+        row.task_id = self._next_task_id()
+        row.cached_tokens = row.prompt_done = cached
+        return row
 
     def _pass_through(self, arrival: Arrival, slot: Slot, now_s: float) -> None:
         """Ends a request with an empty prompt; its slot keeps what it holds."""
@@ -383,7 +364,7 @@ class Scheduler:
         slot.request = row.request
         slot.task_id = row.task_id
         if row.adapters.prefix_limit is not None:
-            slot.marked_from = row.adapters.prefix_limit
+            slot.mark(row.adapters.prefix_limit)
 
     def _next_task_id(self) -> int:
         task_id = self._num_tasks
@@ -392,12 +373,20 @@ class Scheduler:
 
     # Room.
 
-    def _make_room(self) -> None:
-        """Gives every decoding row its next page, the oldest first, at the youngest's expense."""
+    def _shift_all(self) -> None:
+        """Shifts every context that has no room for the token that is pending."""
         for row in self.rows:
-            if row.request_id not in self._rows or not row.is_decode:
-                continue
-            if not self._room.is_short(row):
+            while row.request_id in self._rows and self._shifts.is_due(row):
+                try:
+                    if not self._shifts.shift(row):
+                        self._preempt(self.rows[-1])
+                except Exception as error:
+                    self._lose(row, error, keep=False)
+
+    def _make_room(self) -> None:
+        """Gives every row the pages that it lacks, the oldest first, at the youngest's expense."""
+        for row in self.rows:
+            if row.request_id not in self._rows or not self._room.is_short(row):
                 continue
             if len(self._rows) > 1 and self._parts.failpoints.fires(Site.GROW):
                 self._preempt(self.rows[-1])
@@ -414,8 +403,7 @@ class Scheduler:
         try:
             return self._room.extend(row)
         except Exception as error:  # the device would not let go of what was to be evicted
-            self._fault(row, error, keep=not isinstance(error, PoolLost))
-            self._empty_if_lost(error)
+            self._lose(row, error, keep=True)
             return True
 
     def _preempt(self, row: Row) -> None:
@@ -453,18 +441,19 @@ class Scheduler:
             row.home.tokens += work.tokens
             self._table.slide(row.home, after_chunk=row is plan.chunk)
             self._ledger.evaluated(row, now_s)
+            if len(work.tokens) > 1 or row.is_new:  # others may use it from now on
+                self._table.register(row.home, is_end=work.wants_logits)
             if row.stop_at == len(row.home.tokens) and not self._snapshot(row):
                 continue
             if work.wants_logits:
-                self._sample(row, work, logits, now_s)
+                self._sample(row, logits, now_s)
 
     def _snapshot(self, row: Row) -> bool:
         """Keeps the state of a prompt that has come to where that is due; False if that failed."""
         try:
             self._prefixes.snapshot(row.home)
         except Exception as error:
-            self._fault(row, error, keep=not isinstance(error, PoolLost))
-            self._empty_if_lost(error)
+            self._lose(row, error, keep=True)
             return False
         return True
 
@@ -478,7 +467,7 @@ class Scheduler:
             self._preempt(row)
         self._table.empty_all()
 
-    def _sample(self, row: Row, work: SequenceWork, logits: RowLogits | None, now_s: float) -> None:
+    def _sample(self, row: Row, logits: RowLogits | None, now_s: float) -> None:
         try:
             finite = _require(logits, row)
             if self._parts.failpoints.fires(Site.LOGITS) or not finite.is_finite:
@@ -486,8 +475,6 @@ class Scheduler:
         except Exception as error:
             self._fault(row, error, keep=False)
             return
-        if len(work.tokens) > 1 or not row.generation.tokens:
-            self._table.register(row.home)  # the whole prompt: others may use it from now on
         if row.save is not None:
             self._finish_warming(row, row.save, now_s)
             return
@@ -508,9 +495,3 @@ def _require(logits: RowLogits | None, row: Row) -> RowLogits:
     if logits is None:
         raise NonFiniteLogits(f"the runner returned no logits for request {row.request_id}")
     return logits
-
-
-def _deadline_error(request: Request, submitted_s: float) -> DeadlineExceeded:
-    """Gives the time that the caller allowed, which the caller can recognise."""
-    assert request.deadline_s is not None
-    return DeadlineExceeded(max(0.0, request.deadline_s - submitted_s))

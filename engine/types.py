@@ -450,10 +450,11 @@ class EngineConfig:
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
     floor. Prompts of models with recurrent layers get a snapshot of their state every
     `snapshot_interval` tokens; `mamba_slots` None is room for a few. `host_cache_bytes` bounds the
-    host memory for prefixes that lost their place on the device (None: unlimited, 0: off). Of a
-    model with experts `moe_cache_slots` are in memory (None: all), and with `prefill_overlap`
-    prompts read the next layer's ahead. `kernels` is "native", "xla", or "auto": native where it was
-    built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
+    host memory for prefixes that lost their place on the device (None: unlimited, 0: off).
+    `context_shift`: a full context loses tokens in its middle and the request goes on, instead of
+    ending. Of a model with experts `moe_cache_slots` are in memory (None: all), and with
+    `prefill_overlap` prompts read the next layer's ahead. `kernels` is "native", "xla", or "auto":
+    native where it was built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
     is as many as those, `max_adapter_rank` None the greatest of theirs. `compile_cache`
     and `identity_cache` are folders for compiled programs and for hashes of weights; None keeps
     none.
@@ -474,6 +475,7 @@ class EngineConfig:
     host_cache_bytes: int | None = 0
     moe_cache_slots: int | None = None
     prefill_overlap: bool = True
+    context_shift: bool = False
     queue_requests: int = 256
     queue_bytes: int = 64 << 20
     threads: int | None = None

@@ -131,6 +131,7 @@ class LoadedModel:
     facts: ModelFacts
     defaults: GenerationDefaults
     is_unified: bool = True
+    has_context_shift: bool = False
     has_jinja: bool = True
     device: str = "cpu"
     slot_store: SlotStore | None = None

@@ -93,6 +93,7 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         facts=_facts(loaded, template, _tool_use_template(options, loaded)),
         defaults=with_hints(options.defaults, loaded.hints, given=options.sampling_given),
         is_unified=options.engine.unified,
+        has_context_shift=options.engine.context_shift,
         has_jinja=options.use_jinja,
         device=jax.default_backend(),
     )

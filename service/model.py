@@ -119,6 +119,7 @@ def _info(model: LoadedModel, snapshot: Snapshot) -> model_pb2.ServerInfo:
             generation=True,
             infill=model.facts.has_infill_tokens,
             unified_kv=model.is_unified,
+            context_shift=model.has_context_shift,
             prefill_assistant=model.defaults.prefill_assistant,
             jinja=model.has_jinja and model.template is not None,
         ),

@@ -105,7 +105,7 @@ class Ledger:
                 held_tokens=held,
                 unsent_text=generation.unsent(),
                 has_new_line=generation.has_new_line,
-                truncated=ending.truncated,
+                truncated=ending.truncated or row.is_shifted,
                 queue_s=row.admitted_s - row.submitted_s,
                 prefill_s=prefill_s,
                 decode_s=generation.decode_s,

@@ -26,6 +26,7 @@ class NonFiniteLogits(ArithmeticError):
 class SchedulerParts:
     """What the scheduler is given. `chunk_tokens` bounds the prompt tokens of one step.
 
+    `shifts`: a full context loses tokens in its middle, instead of ending the request.
     `prefix_root` says what a request's prefixes must agree in before their tokens are compared.
     `clock` is monotonic, in seconds. `draw_seed` makes the seed of a request that names none, in
     0 .. 2^32 - 1; `new_error_id` names a fault, so that a client's report finds the log line.
@@ -44,7 +45,13 @@ class SchedulerParts:
     chunk_tokens: int
     calls: EngineCalls
     start_file_work: Callable[[Callable[[], None]], None]
+    shifts: bool = False
     failpoints: Failpoints = field(default_factory=Failpoints)
+
+    def seed_of(self, request: Request) -> int:
+        """Returns the effective seed of a request."""
+        seed = request.sampling.seed
+        return self.draw_seed() if seed is None else seed
 
     def for_transfers(
         self,

@@ -1,4 +1,4 @@
-"""Whether a request that could start now had better wait for one that reads the same prompt. Pure."""
+"""What requests may have of each other's tokens, and when one had better wait for it. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from engine.adapters.effective import EffectiveSet
 from engine.memory.prefix_index import PrefixRoot
 from engine.scheduling.row import Arrival, Row
 from engine.slots.prefixes import Reuse
-from engine.slots.table import SlotTable, common_prefix
+from engine.slots.table import Slot, SlotTable, common_prefix
 from engine.types import SlotState
+
+
+def reuse_limit(arrival: Arrival, adapters: EffectiveSet, slot: Slot) -> int | None:
+    """Returns how many leading tokens a request may reuse; None for all.
+
+    A request that goes on after a pre-emption must not take up what another one left behind a
+    shift: it is not what it had itself.
+    """
+    limits = [adapters.prefix_limit, slot.marked_from if arrival.row else None]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def gains_by_waiting(
@@ -23,7 +33,8 @@ def gains_by_waiting(
 ) -> bool:
     """Returns whether a prompt that is being read will soon hold more of this one than is held now.
 
-    Prompts are read one after the other, so the wait costs nothing.
+    Its chunks are listed as they are read. Samples of one prompt wait for a single token, others
+    for a page.
     """
     request = arrival.request
     if not request.cache_prompt:
@@ -35,7 +46,9 @@ def gains_by_waiting(
         for limit in (adapters.prefix_limit, row.adapters.prefix_limit):
             shared = shared if limit is None else min(shared, limit)
         is_kin = request.group and row.request.group == request.group
-        least = 1 if is_kin else table.page_tokens
-        if shared - found.num_tokens >= least:
+        is_sample = is_kin and row.request.prompt == request.prompt
+        least = 1 if is_sample else table.page_tokens
+        is_ahead = len(row.home.tokens) < shared  # what was read is listed, or is no use
+        if is_ahead and shared - found.num_tokens >= least:
             return True
     return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.errors import KvPagesExhausted
 from engine.failpoints import Failpoints, Site
-from engine.memory.pages import SINK_PAGE, PageAllocator
+from engine.memory.pages import SINK_PAGE, PageAllocator, PoolCorruption
 from engine.memory.planner import pages_for
 from engine.memory.prefix_index import PrefixRoot
 from engine.scheduling.row import Row
@@ -41,6 +41,7 @@ class Room:
         self._table = table
         self._pages = pages
         self._prefixes = prefixes
+        self._moves = prefixes.moves
         self._failpoints = failpoints
         self.num_evicted = 0
 
@@ -55,21 +56,21 @@ class Room:
         if request.max_tokens is not None:
             # The last sampled token is never evaluated, and at least one is always sampled.
             want = min(want, len(request.prompt) + max(1, request.max_tokens) - 1)
-        return max(want, num_tokens)
+        return max(want, min(num_tokens, table.context_tokens))
 
     def fit(self, slot: Slot, reuse: Reuse, *, num_tokens: int) -> Reuse | None:
         """Returns as much of a prefix as an idle slot can hold together with `num_tokens` in all.
 
         None means that running rows hold too many pages; nothing is changed either way.
         """
-        if self._fits(reuse, num_tokens):
+        if self._fits(slot, reuse, num_tokens):
             return reuse
         # Without the page that is copied, the one that it is copied from may go.
         whole = self._prefixes.cut(slot, reuse)
-        if whole.num_tokens and self._fits(whole, num_tokens):
+        if whole.num_tokens and self._fits(slot, whole, num_tokens):
             return whole
         cold = Reuse(0, no_reuse="there is no room for what is reused beside the rest")
-        return cold if self._fits(cold, num_tokens) else None
+        return cold if self._fits(slot, cold, num_tokens) else None
 
     def admit(
         self,
@@ -87,6 +88,9 @@ class Room:
         """
         if self._failpoints.fires(Site.EVICT):
             self._evict_one(besides=slot)
+        if reuse.moved:
+            self._admit_moved(slot, reuse, num_tokens)
+            return
         needed = self._fresh_pages(reuse, num_tokens)
         with self._pinned(reuse):
             self._table.truncate(slot, reuse.num_tokens if reuse.is_own else 0)
@@ -94,14 +98,28 @@ class Room:
             self._prefixes.put(slot, root, reuse, prompt)
         self._table.grow(slot, num_tokens)
 
+    def move(self, slot: Slot, first: int, sources: Sequence[int]) -> bool:
+        """Moves tokens within a slot, see `SlotMoves.move`.
+
+        Returns False, with nothing changed but what could be evicted, if running rows hold the
+        pages that it takes. Raises whatever the device raises; the slot must be discarded then.
+        """
+        while self._moves.num_fresh(slot, first, len(sources)) > self._pages.num_free:
+            if self._table.unlist(slot, first) or self._table.index.evict(1):
+                continue
+            if not self._evict_one(besides=slot):
+                return False
+        self._moves.move(slot, first, sources)
+        return True
+
     def extend(self, row: Row) -> bool:
-        """Gives a running row the pages for its next token.
+        """Gives a running row the pages for its pending tokens.
 
         Returns False, with nothing changed, if running rows hold all the others. Raises whatever
         the device raises.
         """
         slot = row.home
-        num_tokens = len(slot.tokens) + 1
+        num_tokens = self._wanted(row)
         missing = self._table.pages_to_grow(slot, num_tokens)
         busy, _ = self._table.page_use()
         if missing > self._pages.size - len(busy):
@@ -141,11 +159,28 @@ class Room:
         return Reserved(self._pages.allocate(num_pages), window_pages)
 
     def is_short(self, row: Row) -> bool:
-        """Returns whether the row's next token needs a page that its slot does not have."""
-        return self._table.pages_to_grow(row.home, len(row.home.tokens) + 1) > 0
+        """Returns whether the row's pending tokens need a page that its slot does not have."""
+        return self._table.pages_to_grow(row.home, self._wanted(row)) > 0
 
-    def _fits(self, reuse: Reuse, num_tokens: int) -> bool:
+    def _wanted(self, row: Row) -> int:
+        return min(len(row.home.tokens) + row.num_pending, self._table.context_tokens)
+
+    def _admit_moved(self, slot: Slot, reuse: Reuse, num_tokens: int) -> None:
+        try:
+            if not self.move(slot, reuse.num_tokens, reuse.moved):
+                raise PoolCorruption("a move that fits found no pages")
+        except BaseException:
+            self._table.truncate(slot, 0)
+            raise
+        self._make_free(self._table.pages_to_grow(slot, num_tokens), besides=slot)
+        self._table.grow(slot, num_tokens)
+
+    def _fits(self, slot: Slot, reuse: Reuse, num_tokens: int) -> bool:
         busy, _ = self._table.page_use()
+        if reuse.moved:
+            # While tokens move, the slot may hold all that it held and a copy of it.
+            own = len(slot.pages) + pages_for(num_tokens, self._table.page_tokens)
+            return own <= self._pages.size - len(busy)
         kept = {*reuse.shared, reuse.copied} - busy - {SINK_PAGE}
         return self._fresh_pages(reuse, num_tokens) <= self._pages.size - len(busy) - len(kept)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.adapters.effective import BASE, EffectiveSet
+from engine.errors import DeadlineExceeded
 from engine.generation import Generation
 from engine.scheduling.shelf import Shelf
 from engine.scheduling.wishes import Save
@@ -40,11 +41,14 @@ class Arrival:
 class Row:
     """A running (or pre-empted) request.
 
-    `adapters` is the set that it keeps to its end. `slot` is None while pre-empted. `cached_tokens` is fixed at the first admission. `prompt_done`
-    counts prompt tokens that were cached or evaluated, so that a second prefill after a pre-emption
-    counts and shows nothing twice. `last_turn` orders the rows by when they were last evaluated;
-    `was_passed`: a younger prompt has had a chunk since then. `save` is what a warming
-    row is for, `shelf` what its slot held before. No step goes past the position `stop_at`, where a
+    `adapters` is the set that it keeps to its end. `slot` is None while pre-empted. `cached_tokens`
+    is fixed at the first admission. `prompt_done` counts prompt tokens that were cached or
+    evaluated, so that a second prefill after a pre-emption counts and shows nothing twice.
+    `last_turn` orders the rows by when they were last evaluated; `was_passed`: a younger prompt has
+    had a chunk since then. `max_held` is the most tokens that its slot may hold, `reused` how many
+    were in it at the last admission. `dropped` counts tokens of the sequence that shifts took out
+    of the slot since then; `is_shifted` says that one ever did. `save` is what a warming row is
+    for, `shelf` what its slot held before. No step goes past the position `stop_at`, where a
     snapshot is due (None: none is).
     """
 
@@ -57,6 +61,10 @@ class Row:
     prompt_done: int
     slot: Slot | None
     last_turn: int = -1
+    max_held: int = 1 << 31
+    reused: int = 0
+    dropped: int = 0
+    is_shifted: bool = False
     adapters: EffectiveSet = BASE
     was_passed: bool = False
     save: Save | None = None
@@ -82,7 +90,7 @@ class Row:
     @property
     def num_pending(self) -> int:
         """Tokens that are not yet in the slot; the logits of the last one are wanted."""
-        return self.num_tokens - len(self.home.tokens)
+        return self.num_tokens - self.dropped - len(self.home.tokens)
 
     @property
     def is_decode(self) -> bool:
@@ -90,35 +98,57 @@ class Row:
         return self.num_pending == 1
 
     @property
+    def is_new(self) -> bool:
+        """True until its first token was sampled."""
+        return not self.generation.tokens
+
+    @property
     def state(self) -> SlotState:
         """What the row's slot shows."""
         return SlotState.DECODE if self.generation.tokens else SlotState.PREFILL
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Returns the sequence's tokens at positions start .. end - 1."""
+        """Returns the tokens start .. end - 1 of the whole sequence."""
         prompt, sampled = self.request.prompt, self.generation.tokens
         split = len(prompt)
         head = list(prompt[start:end]) if start < split else []
         return head + sampled[max(0, start - split) : max(0, end - split)]
 
+    def shift(self, num_tokens: int) -> None:
+        """Notes that the slot has lost so many tokens of the sequence."""
+        self.dropped += num_tokens
+        self.is_shifted = True
+
+    @property
+    def _next(self) -> int:
+        """Where in the sequence the next token to evaluate is; behind a shift, not its position."""
+        return len(self.home.tokens) + self.dropped
+
     def next_length(self, max_tokens: int) -> int:
         """Returns how many tokens the next step takes, all under the same adapters."""
-        start = len(self.home.tokens)
-        end = min(start + max_tokens, self.num_tokens)
+        start = self._next
+        room = self.max_held - len(self.home.tokens)
+        end = min(start + min(max_tokens, room), self.num_tokens)
         if self.stop_at is not None:
             end = min(end, self.stop_at)
         return self.adapters.span_end(start, end) - start
 
     def work(self, max_tokens: int) -> SequenceWork:
         """Returns the next step's work of this row, of at most `max_tokens` tokens."""
-        start = len(self.home.tokens)
+        start = self._next
         end = start + self.next_length(max_tokens)
         return SequenceWork(
             tokens=self.tokens(start, end),
-            start=start,
+            start=start - self.dropped,
             pages=tuple(self.home.pages),
             wants_logits=end == self.num_tokens,
             window_pages=tuple(self.home.window.page_ids),
             adapters=self.adapters.at(start),
             state_id=self.home.state_id,
         )
+
+
+def deadline_error(request: Request, submitted_s: float) -> DeadlineExceeded:
+    """Gives the time that the caller allowed, which the caller can recognise."""
+    assert request.deadline_s is not None
+    return DeadlineExceeded(max(0.0, request.deadline_s - submitted_s))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.memory.checkpoint import Checkpoint
 from engine.memory.pages import SINK_PAGE, PageAllocator
 from engine.memory.prefix_index import Match, PageNode, PrefixRoot, encode
+from engine.slots.moves import SlotMoves, moved_chunks
 from engine.slots.table import Slot, SlotTable, common_prefix
 from engine.step import Runner
 from engine.types import CacheSource, PoolKind, Request
@@ -33,8 +34,10 @@ class Reuse:
     """How many leading tokens of a prompt need no evaluation, where they lie, and why none if 0.
 
     `nodes` hold them unless `is_own`: then the slot does already, and `is_cut` says that it holds
-    more. `checkpoint` gives the window pages, or the state, that go with `nodes`. `shared` are the kv pages on the device that the
-    slot will hold as they are, `copied` the one whose beginning is copied (0: none).
+    more. `checkpoint` gives the window pages, or the state, that go with `nodes`. `shared` are the
+    kv pages on the device that the slot will hold as they are, `copied` the one whose beginning is
+    copied (0: none). `moved` are positions in the slot whose tokens continue the prefix once they
+    are moved there.
     """
 
     num_tokens: int
@@ -46,6 +49,12 @@ class Reuse:
     checkpoint: Checkpoint | None = None
     shared: tuple[int, ...] = ()
     copied: int = 0
+    moved: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """All tokens that need no evaluation."""
+        return self.num_tokens + len(self.moved)
 
 
 class Prefixes:
@@ -57,6 +66,7 @@ class Prefixes:
         self._index = table.index
         self._host = table.index.host_tier
         self._store = store
+        self.moves = SlotMoves(table, pages, store)
 
     def find(
         self,
@@ -77,14 +87,19 @@ class Prefixes:
         """
         if not request.cache_prompt:
             return Reuse(0, no_reuse="the request turned prompt caching off")
+        is_whole = limit is None
         limit = len(prompt) - 1 if limit is None else min(limit, len(prompt) - 1)
         own = self._own(slot, root, prompt, limit)
         if own.num_tokens == limit:
             return own
+        if is_whole and request.n_cache_reuse and slot.root == root:
+            own = self._with_moved(slot, own, prompt[:limit], request.n_cache_reuse)
         listed = self._listed(self._index.match(root, encode(prompt)), limit)
-        least = own.num_tokens + (self._table.page_tokens if own.num_tokens else 1)
+        least = own.total + (self._table.page_tokens if own.total else 1)
         if listed.num_tokens >= least:
             return listed
+        if own.moved:
+            return own
         if not own.num_tokens and listed.no_reuse:
             return listed
         return own
@@ -125,6 +140,15 @@ class Prefixes:
         if not shared:
             return Reuse(0, no_reuse="the slot shares no prefix with the prompt")
         return self._own_cut(slot, shared)
+
+    def _with_moved(self, slot: Slot, own: Reuse, prompt: Sequence[int], least: int) -> Reuse:
+        """The slot's own prefix and what of the rest it holds elsewhere, where keys can be moved."""
+        if not self._store.can_move_tokens:
+            return own
+        moved = moved_chunks(slot.tokens, prompt, start=own.num_tokens, least=least)
+        if not moved:
+            return own
+        return Reuse(own.num_tokens, CacheSource.SLOT, is_own=True, moved=tuple(moved))
 
     def _own_cut(self, slot: Slot, num_tokens: int) -> Reuse:
         windows = self._table.windows

@@ -26,6 +26,7 @@ from engine.slots.window import WindowHeld, WindowPages
 from engine.types import Request, SlotState
 
 _COMPARE_TOKENS = 512
+_CHECKPOINT_TOKENS = 1024
 
 
 @dataclass(eq=False)
@@ -57,6 +58,10 @@ class Slot:
     def is_idle(self) -> bool:
         """True when no request and no transfer uses the slot."""
         return self.state is SlotState.IDLE
+
+    def mark(self, position: int) -> None:
+        """Keeps what lies from a position on to this slot."""
+        self.marked_from = position if self.marked_from is None else min(position, self.marked_from)
 
     @property
     def tenant(self) -> str:
@@ -207,8 +212,12 @@ class SlotTable:
             num_tokens = 0
         self.truncate(slot, num_tokens)
 
-    def register(self, slot: Slot) -> None:
-        """Lists what the slot holds in the prefix index, so that any slot can share it."""
+    def register(self, slot: Slot, *, is_end: bool = True) -> None:
+        """Lists what the slot holds in the prefix index, so that any slot can share it.
+
+        At the end of a prompt or of an answer, and now and then inside a long prompt, a checkpoint
+        is kept of where the slot stands.
+        """
         root = slot.root
         if root is None or not slot.tokens:
             return
@@ -216,6 +225,8 @@ class SlotTable:
         if slot.marked_from is not None:
             num_tokens = slot.marked_from // self.page_tokens * self.page_tokens
         self.index.insert(root, encode(slot.tokens[:num_tokens]), slot.pages, slot.nodes)
+        if not is_end and num_tokens - _last_checkpoint(slot) < _CHECKPOINT_TOKENS:
+            return
         if self._windows and slot.marked_from is None:
             self._keep(slot, self._windows.checkpoint(slot.window, num_tokens))
 
@@ -297,12 +308,26 @@ class SlotTable:
         found = [c for node in slot.nodes for c in node.checkpoints]
         return sorted(found, key=lambda checkpoint: checkpoint.position)
 
-    def discard(self, slot: Slot) -> None:
-        """Empties a slot whose last pages may hold anything, and forgets what lay in those."""
-        for node in slot.nodes[len(slot.tokens) // self.page_tokens :]:
-            self.index.drop(node)
-        del slot.nodes[len(slot.tokens) // self.page_tokens :]
+    def discard(self, slot: Slot, first_token: int) -> None:
+        """Empties a slot whose content from some token on may be anything.
+
+        What only this slot held of that is forgotten.
+        """
+        self.unlist(slot, first_token)
+        del slot.nodes[first_token // self.page_tokens :]
         self.truncate(slot, 0)
+
+    def unlist(self, slot: Slot, first_token: int) -> bool:
+        """Takes pages from some token on off the prefix index that only this slot holds.
+
+        Returns False if there is none.
+        """
+        for index in range(first_token // self.page_tokens, len(slot.nodes)):
+            if self._pages.num_holders(slot.nodes[index].page_id) == 2:
+                self.index.drop(slot.nodes[index])
+                del slot.nodes[index:]
+                return True
+        return False
 
     def erase(self, slot: Slot) -> int:
         """Empties a slot and forgets what only it held; returns how many pages became free."""
@@ -454,6 +479,14 @@ def common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
             continue
         return next(i for i in range(start, stop) if held[i] != prompt[i])
     return end
+
+
+def _last_checkpoint(slot: Slot) -> int:
+    """The last position at which the slot's sequence has a checkpoint, 0 if there is none."""
+    for node in reversed(slot.nodes):
+        if node.checkpoints:
+            return max(checkpoint.position for checkpoint in node.checkpoints)
+    return 0
 
 
 def _least_recent(slots: list[Slot]) -> Slot:

@@ -41,20 +41,6 @@ DEFERRED = (
         variable="LLAMA_ARG_KV_UNIFIED_PER_SLOT",
     ),
     _later(
-        "shifting a full context",
-        "--context-shift",
-        kind=SWITCH,
-        off=("--no-context-shift",),
-        variable="LLAMA_ARG_CONTEXT_SHIFT",
-    ),
-    _later(
-        "reuse of moved chunks",
-        "--cache-reuse",
-        kind=integer(0),
-        variable="LLAMA_ARG_CACHE_REUSE",
-        neutral=(0,),
-    ),
-    _later(
         _EMBEDDING,
         "--embedding",
         "--embeddings",

@@ -33,11 +33,9 @@ class Excuse:
 _REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
 
 _CHAT_SCHEMA = Excuse("needs the grammar of a chat's format")
-_TOOLS = Excuse("needs tools")
-_SAMPLES = Excuse("needs samples that share their prompt", _REUSE)
-_HOST_CACHE = Excuse("needs the host cache, which keeps a prompt when its slot is taken", _REUSE)
-_CACHE_REUSE = Excuse("needs n_cache_reuse", _REUSE)
-_AFTER_TOOLS = Excuse("follows an answer that needs tools", _REUSE)
+# The peer moves prompts between slots and its host cache, which changes the order of their use.
+_OTHER_SLOT = Excuse("differs on purpose: slots keep what they hold", frozenset({"id_slot"}))
+_SHARED_SHIFT = Excuse("differs on purpose: samples that share a prompt are shifted too")
 _KEPT_SLOT = Excuse("differs on purpose: a refused restore leaves the slot as it was")
 _NAMES_OF_FILES = Excuse("differs on purpose: names of slot files are of plain characters")
 _TENANTS = Excuse("differs on purpose: keys do not share cached prompts", _REUSE)
@@ -54,53 +52,36 @@ def _each(excuse: Excuse, *names: str) -> dict[str, Excuse]:
 
 EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
     "auth": _each(_TENANTS, "bare key", "x-api-key"),
-    "cache": {
-        "pinned to the other's slot": _HOST_CACHE,
-        "chunk is moved": _CACHE_REUSE,
-        "grown by its own output": _HOST_CACHE,
-    },
-    "chat_forms": {
-        "parts": _HOST_CACHE,
-        "stream, two samples": _SAMPLES,
-    },
+    "chat_forms": {"parts": _OTHER_SLOT},
     "completion": {
-        "prompt object": _HOST_CACHE,
-        "two samples": _SAMPLES,
         **_each(
-            _HOST_CACHE,
+            _OTHER_SLOT,
             "ends by itself",
-            "fields",
             "stop",
             "stop across tokens",
             "stop is one string",
             "stop never complete",
             "empty stop string",
             "ignore_eos",
-            "slot id out of range",
         ),
     },
-    "messages": {"again": _HOST_CACHE},
+    "context_shift": {"two samples, past the end": _SHARED_SHIFT},
+    "messages": {"again": _OTHER_SLOT},
     "lora": {
         "empty set is the server's": _ADAPTER_CACHE,
         **_each(_ADAPTER_SLOT, "one of them", "server set, changed"),
     },
     "openai_chat": {
-        "logprobs": _HOST_CACHE,
         "json object": _CHAT_SCHEMA,
         "json schema": _CHAT_SCHEMA,
     },
-    "openai_completions": {
-        "two samples": _SAMPLES,
-        "stream, batch": _HOST_CACHE,
-        "verbose": _HOST_CACHE,
-    },
     "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
-    "responses": {"stream": _HOST_CACHE},
+    "responses": {"stream": _OTHER_SLOT},
     "slots": {
         "slots, after refusals": _KEPT_SLOT,
         "filename 7": _NAMES_OF_FILES,
     },
     "stream": {
-        "two samples": _SAMPLES,
+        "two samples": _OTHER_SLOT,
     },
 }

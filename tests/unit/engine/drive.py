@@ -44,6 +44,10 @@ def ask(
     cache_prompt: bool = True,
     progress: bool = False,
     deadline_s: float | None = None,
+    group: str = "",
+    n_keep: int = 0,
+    n_discard: int = 0,
+    n_cache_reuse: int = 0,
 ) -> Request:
     return Request(
         name,
@@ -55,6 +59,10 @@ def ask(
         cache_prompt=cache_prompt,
         progress=progress,
         deadline_s=deadline_s,
+        group=group,
+        n_keep=n_keep,
+        n_discard=n_discard,
+        n_cache_reuse=n_cache_reuse,
     )
 
 
@@ -88,6 +96,8 @@ class Drive:
         swa_evict_interval: int = 8,
         mamba_slots: int | None = None,
         snapshot_interval: int = 32,
+        host_cache_bytes: int | None = 0,
+        context_shift: bool = False,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -99,6 +109,8 @@ class Drive:
             swa_evict_interval=swa_evict_interval,
             mamba_slots=mamba_slots,
             snapshot_interval=snapshot_interval,
+            host_cache_bytes=host_cache_bytes,
+            context_shift=context_shift,
         )
         is_recurrent = mamba_slots is not None
         self.plan = plan_memory(config, fake_shape(window, is_recurrent), context_tokens)

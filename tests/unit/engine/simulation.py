@@ -39,25 +39,24 @@ from engine.types import (
 )
 from tests.fakes import (
     FakeClock,
-    FakeTokenizer,
     fake_engine,
     fake_shape,
     fitting_runner,
-    model_logits,
-    under,
 )
 from tests.unit.engine.adapter_life import AdapterLife
+from tests.unit.engine.solo_model import STOP, TOKENIZER, SoloModel, SoloRun
 
-TOKENIZER = FakeTokenizer()
 LIVENESS_STEPS = 1000
 _LETTERS = TOKENIZER.encode("ab", add_special=False, parse_special=False)
-_STOP = "q"
 _INJECTED = (InjectedFault, NonFiniteLogits, MemoryError, PoolLost)
 
 
 @dataclass
 class Life:
-    """What one accepted request has shown so far."""
+    """What one accepted request has shown so far.
+
+    `is_marked`: it went on from what its slot held behind a shift, so no cold run is like it.
+    """
 
     request: Request
     order: int
@@ -66,55 +65,7 @@ class Life:
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     end: Finished | Failed | Cancelled | None = None
     cancelled_in: SlotState | None = None
-
-
-@dataclass(frozen=True)
-class SoloRun:
-    """What a request must give, whatever runs beside it."""
-
-    tokens: list[int]
-    reason: FinishReason
-
-
-class SoloModel:
-    """Cold runs of the fake model, one request alone; continuations are remembered."""
-
-    def __init__(self, context_tokens: int, window: int | None) -> None:
-        self._context_tokens = context_tokens
-        self._window = window
-        self._next: dict[tuple[int, ...], int] = {}
-
-    def run(self, request: Request, number: int = 0, start: int = 0) -> SoloRun:
-        """Runs a request under a numbered set of adapters that works from a position on."""
-        history = under(request.prompt, number, start)
-        tokens: list[int] = []
-        while True:
-            token = self._sample(history, request)
-            tokens.append(token)
-            reason = self._reason(request, tokens, len(history))
-            if reason is not None:
-                return SoloRun(tokens, reason)
-            history += under([token], number)
-
-    def _sample(self, history: list[int], request: Request) -> int:
-        key = (*history, -1 if request.ignore_eos else -2)
-        if key not in self._next:
-            logits = model_logits(history, TOKENIZER.vocab_size, self._window)
-            if request.ignore_eos:
-                logits[TOKENIZER.eos_token] = float("-inf")
-            self._next[key] = int(logits.argmax())
-        return self._next[key]
-
-    def _reason(self, request: Request, tokens: list[int], held: int) -> FinishReason | None:
-        if tokens[-1] in TOKENIZER.eog_tokens:
-            return FinishReason.EOS
-        if held + 1 >= self._context_tokens:
-            return FinishReason.CONTEXT_FULL
-        if request.stop and TOKENIZER.piece(tokens[-1]) == _STOP.encode():
-            return FinishReason.STOP
-        if request.max_tokens is not None and len(tokens) >= request.max_tokens:
-            return FinishReason.LENGTH
-        return None
+    is_marked: bool = False
 
 
 class Simulation:
@@ -138,11 +89,15 @@ class Simulation:
                 mamba_slots=self.config.num_slots + self.rng.choice([0, 1, 3, 10]),
                 snapshot_interval=self.rng.choice([4, 16, 1024]),
             )
+        elif self.window is None and self.rng.random() < 0.4:
+            self.config = replace(self.config, context_shift=True)
         self.lives: dict[str, Life] = {}
         self.seen: Counter[str] = Counter()
         self._erasures: list[Future[ErasedSlot]] = []
         self._slot_tenants: dict[int, str] = {}
         self.adapters = AdapterLife(seed + 2, _LETTERS)
+        self._marked_slots: set[int] = set()
+        self._homes: dict[str, int] = {}
         self._is_faulty = True
         self._num_faults = 0
         self.plan = plan_memory(
@@ -163,7 +118,7 @@ class Simulation:
             is_recurrent=self.is_recurrent,
         )
         self.context_tokens = self.plan.slot_context_tokens
-        self.solo = SoloModel(self.context_tokens, self.window)
+        self.solo = SoloModel(self.context_tokens, self.window, shifts=self.config.context_shift)
 
     def run(self, num_commands: int) -> None:
         """Lives through the commands, then comes to rest without faults."""
@@ -222,8 +177,10 @@ class Simulation:
             request_id=f"r{len(self.lives)}-{rng.randrange(1 << 30)}",
             prompt=self._continuation() if rng.random() < 0.2 else prompt,
             sampling=SamplingParams(temperature=0.0),
-            max_tokens=rng.choice([None, 0, 1, 5, 20, 100]),
-            stop=rng.choice([(), (_STOP,)]),
+            max_tokens=rng.choice([self._longest, 0, 1, 5, 20, 100]),
+            n_keep=rng.choice([0, 0, 3, -1, 1000]),
+            n_discard=rng.choice([0, 0, 1, 7, 1000]),
+            stop=rng.choice([(), (STOP,)]),
             ignore_eos=rng.random() < 0.5,
             slot_id=rng.choice([None, None, rng.randrange(self.config.num_slots)]),
             cache_prompt=rng.random() > 0.1,
@@ -232,6 +189,11 @@ class Simulation:
             tenant=rng.choice(["", "", "a", "b"]),
             adapters=self.adapters.draw_set(),
         )
+
+    @property
+    def _longest(self) -> int | None:
+        """A budget that ends: with shifts nothing else might."""
+        return 150 if self.config.context_shift else None
 
     def _continuation(self) -> tuple[int, ...]:
         """A conversation's next turn: a past prompt with its answer."""
@@ -319,6 +281,8 @@ class Simulation:
         assert now.running + now.queued == living
         for slot in now.slots:
             assert slot.held_tokens <= slot.context_tokens
+            if slot.request is not None:
+                self._homes[slot.request.request_id] = slot.slot_id
             if slot.request is not None and slot.request.prompt:
                 self._slot_tenants[slot.slot_id] = slot.request.tenant
         counters = now.counters
@@ -376,6 +340,11 @@ class Simulation:
             self.seen["reused" if self.window is None else "reused:window"] += 1
             self.seen[f"reused:{started.cache_source.value}"] += 1
         if started.cache_source is CacheSource.SLOT:
+            life.is_marked = started.slot_id in self._marked_slots
+            self.seen["marked"] += life.is_marked
+        elif request.prompt:
+            self._marked_slots.discard(started.slot_id)
+        if started.cache_source is CacheSource.SLOT:
             assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
         if self.is_recurrent and started.cached_tokens:
             self.seen[f"reused:state:{started.cache_source.value}"] += 1
@@ -396,9 +365,10 @@ class Simulation:
 
     def _judge(self, life: Life, end: Finished | Failed | Cancelled) -> None:
         tokens = [chunk.token_id for chunk in life.chunks]
+        self._note_marks(life)
         if not life.request.prompt:
             assert not tokens
-        else:
+        elif not life.is_marked:
             expected = self._solo(life)
             assert tokens == expected.tokens[: len(tokens)], "not the tokens of a solo run"
         match end:
@@ -416,6 +386,15 @@ class Simulation:
             case Cancelled():
                 assert life.cancelled_in is not None
 
+    def _note_marks(self, life: Life) -> None:
+        evaluated = len(life.request.prompt) + len(life.chunks) - 1
+        if life.started is None or evaluated < self.context_tokens - 1:
+            return
+        request = life.request
+        served = (s.slot_id for s in self.engine.snapshot().slots if s.request is request)
+        self._marked_slots.update(served)
+        self._marked_slots.add(self._homes.get(request.request_id, life.started.slot_id))
+
     def _judge_finished(self, life: Life, end: Finished, tokens: list[int]) -> None:
         request = life.request
         assert life.started is not None
@@ -425,17 +404,21 @@ class Simulation:
         if not request.prompt:
             assert end.reason is FinishReason.EMPTY_PROMPT
             return
-        held = len(request.prompt) + len(tokens) - 1
+        evaluated = len(request.prompt) + len(tokens) - 1
         activated_from = self.adapters.history(request, life.started)[1]
         if activated_from:
-            assert end.held_tokens <= min(held, activated_from), "an activated tail was kept"
-        else:
-            assert end.held_tokens == held
+            assert end.held_tokens <= min(evaluated, activated_from), "an activated tail was kept"
+        elif evaluated < self.context_tokens:
+            assert end.held_tokens == evaluated
+        elif end.reason is not FinishReason.CONTEXT_FULL:
+            self.seen["shifted"] += 1
+            assert end.truncated
+            assert end.held_tokens < self.context_tokens
         self._judge_reason(life, end, tokens)
         text = "".join(chunk.text for chunk in life.chunks) + end.unsent_text
         expected = TOKENIZER.decode(tokens, render_special=False).decode(errors="replace")
         if end.reason is FinishReason.STOP:
-            expected = expected[: expected.index(_STOP)]
+            expected = expected[: expected.index(STOP)]
         if not end.truncated:
             assert text == expected
         if request.progress:
@@ -450,6 +433,8 @@ class Simulation:
         return self.solo.run(life.request, *self.adapters.history(life.request, life.started))
 
     def _judge_reason(self, life: Life, end: Finished, tokens: list[int]) -> None:
+        if life.is_marked:
+            return
         expected = self._solo(life)
         if end.reason is expected.reason and len(tokens) == len(expected.tokens):
             return

@@ -18,6 +18,7 @@ from engine.errors import EngineError, InvalidField, ModelFileError, Unsupported
 from engine.loading import Loaded, LoadProgress, load_engine
 from engine.text.stream import TextStream
 from engine.types import Chunk, EngineConfig, Event, Failed, Finished, Request, SamplingParams
+from tests.families import FAMILIES, write_family
 from tests.ggufs import (
     TinyLlama,
     add_llama_keys,
@@ -201,3 +202,9 @@ def test_a_size_out_of_range_names_its_field(
 def test_pools_that_memory_cannot_hold_are_a_size_out_of_range(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m.gguf", MODEL)
     refuse(path, InvalidField, "context_tokens: .* memory is out", kv_pages=2**30)
+
+
+def test_a_shift_that_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "m.gguf", FAMILIES["gemma3"])
+    message = r"context_shift.*keys of gemma3 cannot be moved"
+    refuse(path, InvalidField, message, context_shift=True)

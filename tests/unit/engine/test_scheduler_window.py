@@ -122,7 +122,7 @@ def test_cutting_the_last_turn_goes_on_from_the_turn_before() -> None:
 
 
 def test_a_prefix_whose_window_is_gone_starts_again_and_says_why() -> None:
-    drive = drive_windows()
+    drive = drive_windows(chunk_tokens=64)
     drive.engine.submit(ask("long", [A] * 90, 3))
     drive.rest()
     prompt = [A] * 30 + [B] * 5

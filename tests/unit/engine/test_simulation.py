@@ -58,6 +58,8 @@ EVERY_BRANCH = {
     "reused:state:slot",
     "reused:state:index",
     "state_gone",
+    "shifted",
+    "marked",
     "window_gone",
     "loaded",
     "load:again",

@@ -296,3 +296,17 @@ def test_pages_for_a_state_are_not_taken_from_others_unasked() -> None:
     lanes.table.hold(taken.pages)
     with pytest.raises(KvPagesExhausted):
         lanes.room.reserve(9, 0, slot, may_evict=True)
+
+
+def test_a_long_prompt_has_a_checkpoint_now_and_then() -> None:
+    lanes = Lanes(1, size=600, window=8, window_size=400)
+    slot = lanes.table.slot(0)
+    slot.root = root(Request("r", ()))
+    for end in range(100, 2300, 100):
+        lanes.table.grow(slot, end)
+        lanes.table.cover(slot, end)
+        slot.tokens += range(len(slot.tokens), end)
+        lanes.table.slide(slot, after_chunk=True)
+        lanes.table.register(slot, is_end=False)
+    positions = [checkpoint.position for checkpoint in lanes.table.checkpoints_of(slot)]
+    assert positions == [1100, 2200]

@@ -148,7 +148,7 @@ def test_erasing_frees_what_only_the_slot_held() -> None:
 def test_what_a_failed_step_wrote_is_not_listed() -> None:
     table = make_table(1)
     slot = fill(table, 0, [1, 2, 3, 4, 5, 6])
-    table.discard(slot)
+    table.discard(slot, 6)
     assert table.index.match(root_of(), encode([1, 2, 3, 4, 5, 6])).num_tokens == 4
     table.check_integrity()
 
