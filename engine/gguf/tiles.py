@@ -29,8 +29,10 @@ def tile_planes(layout: Layout, planes: Planes) -> Planes:
     codes = planes.codes ^ _SIGN if layout.kind == "q8" else planes.codes
     tiles = _by_tile(codes)  # [tiles, rows, groups, bytes]
     num_tiles, _, groups, group_bytes = tiles.shape
-    runs = tiles.reshape(num_tiles, TILE_ROWS, groups, group_bytes // 4, 4)
-    interleaved = runs.transpose(0, 2, 3, 1, 4).reshape(num_tiles, groups, -1)
+    # Four columns are moved as one number: numpy copies short runs several times slower.
+    runs = np.ascontiguousarray(tiles).view(np.uint32)
+    columns = np.ascontiguousarray(runs.transpose(0, 2, 3, 1)).view(np.uint8)
+    interleaved = columns.reshape(num_tiles, groups, TILE_ROWS * group_bytes)
     scales, offsets = (_tile_numbers(layout, plane, groups) for plane in planes[1:])
     return Planes(interleaved, scales, offsets)
 
