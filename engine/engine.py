@@ -138,6 +138,8 @@ class Engine:
             context_tokens=plan.slot_context_tokens,
             kv_pages=plan.kv_pages,
             page_tokens=plan.page_tokens,
+            chunk_tokens=min(config.chunk_tokens, parts.runner.max_chunk),
+            embeds=config.embeds,
         )
         self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self._pending: set[Future[Any]] = set()

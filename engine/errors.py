@@ -99,6 +99,20 @@ class GrammarDeadEnd(EngineError):
 
 
 @dataclass(eq=False)
+class BatchOverflow(EngineError):
+    """An input whose vector needs all of its tokens in one step, and is longer than one."""
+
+    tokens: int
+    batch_tokens: int
+
+    reason: ClassVar[str] = "BATCH_OVERFLOW"
+    template: ClassVar[str] = (
+        "input ({tokens} tokens) is too large to process. increase the physical batch size "
+        "(current batch size: {batch_tokens})"
+    )
+
+
+@dataclass(eq=False)
 class TokenNotInVocab(EngineError):
     """A token id at or past the end of the vocabulary."""
 
@@ -458,6 +472,7 @@ class RebuildFailed(EngineError):
 __all__ = [
     "BadGrammar",
     "BadSchema",
+    "BatchOverflow",
     "BelowFloor",
     "ContextOverflow",
     "DeadlineExceeded",

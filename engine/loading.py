@@ -242,6 +242,7 @@ def _runner_config(
         num_window_pages=plan.window.pages if plan.window else 0,
         adapters=adapters,
         num_states=plan.states.states if plan.states else 0,
+        embeds=config.embeds,
     )
 
 

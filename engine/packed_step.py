@@ -20,11 +20,15 @@ from engine.step import IntArray, SequenceWork, StepBatch
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A compiled shape: `rows` decode rows and `chunk` prefill tokens, with or without adapters."""
+    """A compiled shape: `rows` decode rows and `chunk` prefill tokens, with or without adapters.
+
+    `has_hidden`: the final hidden states of the chunk are a result too.
+    """
 
     rows: int
     chunk: int
     has_adapters: bool = False
+    has_hidden: bool = False
 
     @property
     def tokens(self) -> int:

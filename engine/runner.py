@@ -56,7 +56,7 @@ _LANES = 128  # width of the first stage of the candidate search
 _CHUNK_BUCKETS = (32, 128, 512, 2048)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
-_Program = Callable[..., tuple[tuple[jax.Array, ...], Pools]]
+_Program = Callable[..., tuple[tuple[jax.Array | None, ...], Pools]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class RunnerConfig:
     """Sizes of the device side.
 
     `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool, `num_states`
-    usable states of the mamba pool; the sink of each, number 0, is extra.
+    usable states of the mamba pool; the sink of each, number 0, is extra. `embeds`: steps may ask
+    for hidden states.
     """
 
     max_rows: int
@@ -76,6 +77,7 @@ class RunnerConfig:
     num_window_pages: int = 0
     adapters: AdapterCapacity = field(default_factory=AdapterCapacity)
     num_states: int = 0
+    embeds: bool = False
 
     @property
     def pool_sizes(self) -> PoolSizes:
@@ -98,6 +100,7 @@ class _Outputs:
     log_sum_exp: FloatArray
     is_finite: npt.NDArray[np.bool_]
     logits: jax.Array
+    hidden: jax.Array | None
 
 
 @dataclass
@@ -174,6 +177,7 @@ class JaxRunner:
         self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
         self._limits = _step_limits(spec, config)
         self._programs: dict[Bucket, _Program] = {}
+        self._hidden: FloatArray | None = None
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         self._stop_counting = weakref.finalize(
@@ -217,6 +221,8 @@ class JaxRunner:
             workers: Compilations at a time; tracing holds the interpreter, compiling does not.
         """
         buckets = self._buckets()
+        if self._config.embeds:
+            buckets += [replace(bucket, has_hidden=True) for bucket in buckets if bucket.chunk]
         if self._banks:
             buckets += [replace(bucket, has_adapters=True) for bucket in buckets]
         work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
@@ -263,6 +269,9 @@ class JaxRunner:
         """
         bucket = self._bucket_for(batch)
         outputs = self._call(bucket, self._packed(bucket).pack(batch))
+        self._hidden = None
+        if batch.chunk and outputs.hidden is not None:
+            self._hidden = np.asarray(outputs.hidden)[: len(batch.chunk.tokens)]
         rows: list[RowLogits | None] = [
             _DeviceRow(outputs, i, self._spec.vocab_size) if work.wants_logits else None
             for i, work in enumerate(batch.decodes)
@@ -271,6 +280,11 @@ class JaxRunner:
             wanted = batch.chunk.wants_logits
             rows.append(_DeviceRow(outputs, bucket.rows, self._spec.vocab_size) if wanted else None)
         return rows
+
+    def hidden_states(self) -> FloatArray:
+        """See `engine.step.Runner`."""
+        assert self._hidden is not None, "the last step asked for no hidden states"
+        return self._hidden
 
     def write_adapter(self, place: int, content: AdapterContent) -> None:
         """See `engine.adapters.store.AdapterStore`."""
@@ -387,7 +401,9 @@ class JaxRunner:
         for bucket in self._buckets():
             fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
             if fits and (chunk > 0) == (bucket.chunk > 0):
-                return replace(bucket, has_adapters=batch.has_adapters)
+                return replace(
+                    bucket, has_adapters=batch.has_adapters, has_hidden=batch.wants_hidden
+                )
         raise ValueError(
             f"a step of {len(batch.decodes)} rows and a chunk of {chunk} tokens exceeds the "
             f"limits of {self.max_decodes} rows and {self.max_chunk} tokens"
@@ -396,12 +412,17 @@ class JaxRunner:
     def _call(self, bucket: Bucket, packed: IntArray) -> _Outputs:
         given = self._pool, self._states
         try:
-            (ids, logits, log_sums, finite, full), pools = self._programs[bucket](
+            (ids, logits, log_sums, finite, full, hidden), pools = self._programs[bucket](
                 self._weights, self._bank_arrays(bucket), self._places, given, packed
             )
             # Some failures of a program show only here, when its results are waited for.
             outputs = _Outputs(
-                np.asarray(ids), np.asarray(logits), np.asarray(log_sums), np.asarray(finite), full
+                np.asarray(ids),
+                np.asarray(logits),
+                np.asarray(log_sums),
+                np.asarray(finite),
+                full,
+                hidden,
             )
         except Exception as error:
             self._check_pools(given, error)
@@ -448,16 +469,19 @@ def _step(
     places: Place,
     pools: Pools,
     packed: jax.Array,
-) -> tuple[tuple[jax.Array, ...], Pools]:
+) -> tuple[tuple[jax.Array | None, ...], Pools]:
     step = shape.unpack(packed)
-    logits, pool, states = forward(spec, weights, places, *pools, step, shape.bucket.rows, banks)
+    bucket = shape.bucket
+    logits, hidden, pool, states = forward(
+        spec, weights, places, *pools, step, bucket.rows, banks, has_hidden=bucket.has_hidden
+    )
     ids, best = _candidates(logits)
     if weights.is_native:
         log_sums = native.log_sum_exp(logits)
     else:
         log_sums = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(logits).all(-1)
-    return (ids, best, log_sums, finite, logits), (pool, states)
+    return (ids, best, log_sums, finite, logits, hidden), (pool, states)
 
 
 def _candidates(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

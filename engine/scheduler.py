@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from engine.adapters.effective import EffectiveSet
 from engine.adapters.unloading import Unloads
 from engine.errors import EngineError, EngineFault
@@ -16,6 +18,7 @@ from engine.failpoints import Site
 from engine.generation import Ending
 from engine.memory.pages import PageAllocator
 from engine.memory.prefix_index import PrefixRoot
+from engine.pooling import StatePooling
 from engine.scheduling.beginning import begin_row
 from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.ledger import Ledger
@@ -409,6 +412,7 @@ class Scheduler:
     def _preempt(self, row: Row) -> None:
         slot = self._vacate(row)
         self._table.truncate(slot, 0)  # its prefix stays listed while its pages last
+        row.start_again()
         self._queue.push_preempted(Arrival(row.request, row.submitted_s, row))
         self._ledger.preempted()
 
@@ -445,7 +449,9 @@ class Scheduler:
                 self._table.register(row.home, is_end=work.wants_logits)
             if row.stop_at == len(row.home.tokens) and not self._snapshot(row):
                 continue
-            if work.wants_logits:
+            if row.pooling is not None:
+                self._pool(row, row.pooling, now_s)
+            elif work.wants_logits:
                 self._sample(row, logits, now_s)
 
     def _snapshot(self, row: Row) -> bool:
@@ -456,6 +462,20 @@ class Scheduler:
             self._lose(row, error, keep=True)
             return False
         return True
+
+    def _pool(self, row: Row, pooling: StatePooling, now_s: float) -> None:
+        """Gathers hidden states; with the last ones the vector is complete, and nothing is kept."""
+        pooling.add(self._parts.runner.hidden_states())
+        if row.num_pending:
+            return
+        vectors = pooling.result()
+        if self._parts.failpoints.fires(Site.LOGITS) or not np.isfinite(vectors).all():
+            error = NonFiniteLogits(f"the vector of request {row.request_id} is not finite")
+            self._fault(row, error, keep=False)
+            return
+        self._table.discard(row.home, row.reused)
+        self._vacate(row)
+        self._ledger.embedded(row, vectors, now_s)
 
     def _empty_if_lost(self, error: Exception) -> None:
         """Forgets every slot if no page holds anything; who runs starts its tokens again."""

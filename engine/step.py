@@ -36,6 +36,7 @@ class SequenceWork:
     models without: it holds everything before `start`, or anything if `start` is 0, and after the
     step everything before its end. `wants_logits` asks for the logits after the last token.
     `adapters` are (place in the banks, scale), added in this order; no place is twice.
+    `wants_hidden` asks a chunk for the final hidden state of each of its tokens (`Runner.hidden_states`).
     """
 
     tokens: Sequence[int]
@@ -45,6 +46,7 @@ class SequenceWork:
     window_pages: Sequence[int] = ()
     adapters: Sequence[tuple[int, float]] = ()
     state_id: int = 0
+    wants_hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class StepBatch:
         """Whether any sequence runs with an adapter."""
         chunk = (self.chunk,) if self.chunk else ()
         return any(work.adapters for work in (*self.decodes, *chunk))
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether hidden states are asked for."""
+        return self.chunk is not None and self.chunk.wants_hidden
 
 
 class RowLogits(Protocol):
@@ -330,5 +337,12 @@ class Runner(PageStore, StateStore, Protocol):
         Raises:
             PoolLost: the step failed and no page of any sequence holds anything any more. The
                 runner can go on.
+        """
+        ...
+
+    def hidden_states(self) -> FloatArray:
+        """The hidden states after the last norm of the last step's chunk, f32 [tokens, width].
+
+        Only after a step whose chunk asked for them.
         """
         ...

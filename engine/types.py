@@ -88,6 +88,15 @@ class SamplingParams:
     samplers: tuple[Sampler, ...] = DEFAULT_SAMPLERS
 
 
+class Pooling(Enum):
+    """How the final states of a text's tokens become its vector."""
+
+    NONE = "none"
+    MEAN = "mean"
+    CLS = "cls"
+    LAST = "last"
+
+
 @dataclass(frozen=True)
 class AdapterScale:
     """The user's weight of one adapter; adapters that a set does not name are 0."""
@@ -109,7 +118,8 @@ class Request:
     `annotation` is the caller's own note, shown in slot lists and never read. Requests of one
     `group` (several samples or prompts of one call) count once in the queue; "" is no group.
     `constraint` is what the output is restricted to, already compiled.
-    `is_warming`: the prompt is computed and nothing is sampled.
+    `is_warming`: the prompt is computed and nothing is sampled. `pooling` asks for the prompt's
+    vector instead of a generation; nothing is reused then, and nothing is kept.
     """
 
     request_id: str
@@ -137,6 +147,7 @@ class Request:
     group: str = ""
     constraint: Constraint | None = None
     is_warming: bool = False
+    pooling: Pooling | None = None
 
 
 class FinishReason(Enum):
@@ -257,6 +268,16 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """The last event of a request for a vector: `values` are rows of f32, little-endian."""
+
+    values: bytes
+    num_rows: int
+    dimension: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """The last event of a request that was not served. `error` is from `engine.errors`."""
 
@@ -270,7 +291,7 @@ class Cancelled:
     cause: CancelCause
 
 
-Event = Started | Progress | Chunk | Finished | Failed | Cancelled
+Event = Started | Progress | Chunk | Finished | Embedded | Failed | Cancelled
 
 # Called once per step, on the engine thread, with (request id, event) in order of occurrence.
 EventSink = Callable[[Sequence[tuple[str, Event]]], None]
@@ -485,3 +506,4 @@ class EngineConfig:
     adapters: tuple[StartAdapter, ...] = ()
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
+    embeds: bool = False

@@ -11,15 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.errors import (
+    BatchOverflow,
     ContextOverflow,
     InvalidField,
     KvPagesExhausted,
     NoSuchAdapter,
     NoSuchSlot,
+    NotSupported,
     TokenNotInVocab,
 )
 from engine.memory.planner import pages_for
-from engine.types import Request, SamplingParams
+from engine.types import Pooling, Request, SamplingParams
 
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
@@ -41,6 +43,8 @@ class RequestLimits:
     kv_pages: int
     page_tokens: int
     adapter_ids: frozenset[int] = frozenset()
+    chunk_tokens: int = MAX_INT32
+    embeds: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -53,6 +57,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         KvPagesExhausted: the prompt does not fit in the KV pool even alone.
         NoSuchSlot: the pinned slot does not exist.
         NoSuchAdapter: an adapter is not loaded.
+        NotSupported: a vector is asked for, and the engine was not made for that.
+        BatchOverflow: the input of a vector is longer than one chunk, and is not pooled by its last
+            token.
     """
     if not 1 <= len(request.request_id) <= MAX_ID_CHARS:
         length = len(request.request_id)
@@ -89,11 +96,26 @@ def _check_vocab(token_ids: Iterable[int], vocab_size: int) -> None:
 
 def _check_fit(request: Request, limits: RequestLimits) -> None:
     num_tokens = len(request.prompt)
-    if num_tokens >= limits.context_tokens:
+    if request.pooling is not None:
+        _check_embedding(request, request.pooling, limits)
+    elif num_tokens >= limits.context_tokens:
         raise ContextOverflow(num_tokens, limits.context_tokens)
     needed = pages_for(num_tokens, limits.page_tokens)
     if needed > limits.kv_pages:
         raise KvPagesExhausted(needed, limits.kv_pages)
+
+
+def _check_embedding(request: Request, pooling: Pooling, limits: RequestLimits) -> None:
+    num_tokens = len(request.prompt)
+    if not limits.embeds:
+        raise NotSupported("embeddings: the server was not started for them")
+    if not num_tokens:
+        raise InvalidField("prompt", "an input of no tokens has no vector")
+    # What llama.cpp pools in one piece is refused where it would take two.
+    if pooling is not Pooling.LAST and num_tokens > limits.chunk_tokens:
+        raise BatchOverflow(num_tokens, limits.chunk_tokens)
+    if num_tokens > limits.context_tokens:
+        raise ContextOverflow(num_tokens, limits.context_tokens)
 
 
 def _check_budget(request: Request) -> None:

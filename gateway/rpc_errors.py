@@ -36,6 +36,7 @@ _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
     "DEADLINE": (_K.TIMEOUT, None),
     "NOT_SUPPORTED": (_K.NOT_SUPPORTED, None),
     "CONTEXT_OVERFLOW": (_K.CONTEXT_SIZE, None),
+    "BATCH_OVERFLOW": (_K.SERVER, None),
     "BAD_GRAMMAR": (_K.INVALID_REQUEST, "Failed to initialize samplers: failed to parse grammar"),
     "GRAMMAR_DEAD_END": (_K.SERVER, None),
     "TOKEN_NOT_IN_VOCAB": (_K.INVALID_REQUEST, "Prompt contains invalid tokens"),

@@ -26,6 +26,7 @@ from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
 from engine.types import (
     CancelCause,
     Cancelled,
+    Embedded,
     Event,
     Failed,
     Finished,
@@ -137,7 +138,7 @@ class Bridge:
                 sample, event = await stream.queue.get()
                 _raise_if_over(event)
                 yield sample, event
-                num_left -= isinstance(event, Finished)
+                num_left -= isinstance(event, Finished | Embedded)
         finally:
             stream.is_closed = True
             for request_id in stream.running:
@@ -211,7 +212,7 @@ class Bridge:
             stream, sample = self._streams[request_id]
             if not stream.is_closed:
                 stream.queue.put_nowait((sample, event))
-            if isinstance(event, Finished | Failed | Cancelled):
+            if isinstance(event, Finished | Embedded | Failed | Cancelled):
                 self._forget(request_id)
         fault = self._model.engine.fault if self._model else None
         if fault is not None and not self._is_dead:

@@ -8,10 +8,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from engine.gguf.sampling import SamplingHints
-from engine.types import Sampler, SamplingParams
+from engine.types import Pooling, Sampler, SamplingParams
 from service.flag_values import sampler_by_name
 
 _LOG = logging.getLogger("kvarts.service")
+
+
+@dataclass(frozen=True)
+class EmbeddingDefaults:
+    """How vectors are made where a request is silent. `norm` is as `engine.pooling` means it."""
+
+    pooling: Pooling
+    norm: int = 2
 
 
 @dataclass(frozen=True)

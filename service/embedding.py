@@ -1,33 +1,152 @@
-"""EmbeddingService: this build has no embedding models and says so by name."""
+"""EmbeddingService: texts in, vectors out."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
 import grpc
+import numpy as np
 from kvarts.v1 import embedding_pb2, embedding_pb2_grpc
 
-from engine.errors import NotSupported
+from engine.errors import InvalidField, NotSupported
+from engine.pooling import normalised
+from engine.types import Embedded, Pooling, Request, Started
+from service import convert, telemetry
 from service.bridge import Bridge
+from service.deadline import CallDeadline
+from service.loaded import LoadedModel
+from service.poolings import POOLINGS, WIRE_POOLINGS
+from service.prompt import encode
 from service.validate import check_embed, limits_of
 
 EmbedRequest = embedding_pb2.EmbedRequest
 EmbedResponse = embedding_pb2.EmbedResponse
 
+# A reply's bound, which gRPC clients have by default.
+MAX_REPLY_BYTES = 4 << 20
+_FLOAT_BYTES = 4
+# Beside the numbers of a vector: its own fields.
+_ENTRY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a checked request is served."""
+
+    pooling: Pooling
+    norm: int
+    inputs: Sequence[Sequence[int]]
+
 
 class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
-    """Checks requests as it will when it can serve them."""
+    """Pools the hidden states of texts."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, clock: Callable[[], float] = time.monotonic) -> None:
         self._bridge = bridge
+        self._clock = clock
 
     async def Embed(
         self,
         request: EmbedRequest,
         context: grpc.aio.ServicerContext[EmbedRequest, EmbedResponse],
     ) -> EmbedResponse:
-        """Refuses.
+        """Embeds every input; the engine takes them one after another.
 
         Raises:
-            EngineError: A field is bad; else NotSupported.
+            EngineError: The request was refused or failed.
         """
-        check_embed(request, limits_of(self._bridge.model))
-        raise NotSupported("embeddings")
+        begun_s = self._clock()
+        model = self._bridge.model
+        deadline = CallDeadline.of(context)
+        # The stub promises a float; a call without a deadline answers None.
+        remaining_s = cast("float | None", context.time_remaining())
+        deadline_s = None if remaining_s is None else model.engine.now_s() + remaining_s
+        check_embed(request, limits_of(model))
+        plan = await _plan(request, model)
+        record = telemetry.current()
+        requests = [
+            Request(
+                request_id=f"{record.request_id}-{index}" if index else record.request_id,
+                prompt=tuple(tokens),
+                pooling=plan.pooling,
+                cache_prompt=False,
+                adapters=(
+                    convert.to_adapters(request.adapters) if request.HasField("adapters") else None
+                ),
+                deadline_s=deadline_s,
+                tenant=record.tenant,
+                group=record.request_id,
+            )
+            for index, tokens in enumerate(plan.inputs)
+        ]
+        found: dict[int, Embedded] = {}
+        async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
+            async for sample, event in events:
+                if isinstance(event, Started):
+                    record.slot_id = event.slot_id
+                if isinstance(event, Embedded):
+                    found[sample] = event
+        record.prompt_tokens = sum(event.prompt_tokens for event in found.values())
+        return EmbedResponse(
+            embeddings=[_embedding(found[index], plan) for index in range(len(requests))],
+            prompt_tokens=record.prompt_tokens,
+            pooling=WIRE_POOLINGS[plan.pooling],
+            elapsed=convert.to_duration(self._clock() - begun_s),
+        )
+
+
+async def _plan(request: EmbedRequest, model: LoadedModel) -> _Plan:
+    embedding = model.embedding
+    if embedding is None:
+        raise NotSupported("embeddings: the server was not started for them")
+    pooling = embedding.pooling
+    if request.pooling == embedding_pb2.POOLING_RANK:
+        raise NotSupported("RANK pooling: the model has no classification head")
+    if request.pooling != embedding_pb2.POOLING_UNSPECIFIED:
+        pooling = POOLINGS[request.pooling]
+    inputs: list[Sequence[int]] = []
+    for index, entry in enumerate(request.inputs):
+        inputs.append(await _tokens(entry, index, model))
+    _check_reply(inputs, pooling, model.facts.embedding_size)
+    norm = request.norm if request.HasField("norm") else embedding.norm
+    return _Plan(pooling, norm, inputs)
+
+
+async def _tokens(entry: embedding_pb2.EmbedInput, index: int, model: LoadedModel) -> Sequence[int]:
+    match entry.WhichOneof("input"):
+        case "tokens":
+            tokens: Sequence[int] = entry.tokens.ids
+        case "pair":
+            raise NotSupported("pairs: they need RANK pooling, and the model has no such head")
+        case _:
+            tokens = await encode(model.tokenizer, entry.text)
+    if not tokens:
+        raise InvalidField(f"inputs[{index}]", "has no tokens")
+    return tokens
+
+
+def _check_reply(inputs: Sequence[Sequence[int]], pooling: Pooling, width: int) -> None:
+    rows = sum(len(tokens) for tokens in inputs) if pooling is Pooling.NONE else len(inputs)
+    size = rows * width * _FLOAT_BYTES + len(inputs) * _ENTRY_BYTES
+    if size > MAX_REPLY_BYTES:
+        raise InvalidField(
+            "inputs",
+            f"{rows} rows of {width} numbers would make a reply of {size} bytes, the limit is "
+            f"{MAX_REPLY_BYTES}",
+        )
+
+
+def _embedding(event: Embedded, plan: _Plan) -> embedding_pb2.Embedding:
+    values = np.frombuffer(event.values, "<f4")
+    if plan.pooling is not Pooling.NONE:
+        values = normalised(values, plan.norm)
+    return embedding_pb2.Embedding(
+        values=values.tolist(),
+        dimension=event.dimension,
+        num_rows=event.num_rows,
+        prompt_tokens=event.prompt_tokens,
+    )

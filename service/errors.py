@@ -93,6 +93,8 @@ ERROR_TABLE: Mapping[str, ErrorRow] = MappingProxyType(
         "TOO_LARGE": ErrorRow(_C.OUT_OF_RANGE),
         "REBUILD_ROLLED_BACK": ErrorRow(_C.INTERNAL),
         "REBUILD_FAILED": ErrorRow(_C.INTERNAL),
+        # Embed.
+        "BATCH_OVERFLOW": ErrorRow(_C.OUT_OF_RANGE),
         # Start-up: no call sees these, whoever starts the engine does.
         "MODEL_FILE_INVALID": ErrorRow(_C.INVALID_ARGUMENT),
         "MODEL_NOT_SUPPORTED": ErrorRow(_C.UNIMPLEMENTED),

@@ -16,7 +16,7 @@ from engine.slots.store import SlotStore
 from engine.text.chat_format import ChatFormat, find_format
 from engine.text.grammar.matcher import GrammarCompiler
 from engine.types import EventSink
-from service.defaults import GenerationDefaults
+from service.defaults import EmbeddingDefaults, GenerationDefaults
 
 
 class Tokenizer(Protocol):
@@ -122,6 +122,7 @@ class LoadedModel:
 
     `has_jinja`: any Jinja template is rendered, not only built-in formats. `device` is the backend:
     "cpu", "gpu" or "metal". `slot_store` are the saved slots, None where no folder was given.
+    `embedding` is None where the server was not started for vectors.
     """
 
     engine: Engine
@@ -135,6 +136,7 @@ class LoadedModel:
     has_jinja: bool = True
     device: str = "cpu"
     slot_store: SlotStore | None = None
+    embedding: EmbeddingDefaults | None = None
 
     @cached_property
     def chat_format(self) -> ChatFormat:

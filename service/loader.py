@@ -18,12 +18,12 @@ from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.text.turn_template import TurnTemplate
-from engine.types import EventSink
-from service.defaults import with_hints
+from engine.types import EventSink, Pooling
+from service.defaults import EmbeddingDefaults, with_hints
 from service.fetch.progress import ProgressLine
 from service.fetch.source import resolve_model
 from service.loaded import LoadedModel, ModelFacts, ModelNames
-from service.options import ServiceOptions
+from service.options import EmbeddingOptions, ServiceOptions
 from service.template import file_template, open_template
 
 _LOG = logging.getLogger("kvarts.service")
@@ -96,10 +96,26 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         has_context_shift=options.engine.context_shift,
         has_jinja=options.use_jinja,
         device=jax.default_backend(),
+        embedding=_embedding(options.embedding, loaded.facts.pooling_type),
     )
     if model.defaults.grammar:
         model.grammars.compile(model.defaults.grammar)
     return model
+
+
+# llama.cpp's numbers; its own of rerankers has no vector.
+_POOLINGS = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST)
+
+
+def _embedding(options: EmbeddingOptions | None, own: int | None) -> EmbeddingDefaults | None:
+    """The flag's pooling, else the file's, else none."""
+    if options is None:
+        return None
+    known = own is not None and own < len(_POOLINGS)
+    return EmbeddingDefaults(
+        pooling=options.pooling or (_POOLINGS[own] if known and own is not None else Pooling.NONE),
+        norm=options.norm,
+    )
 
 
 def _slot_store(options: ServiceOptions, loaded: Loaded) -> SlotStore | None:

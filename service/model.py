@@ -8,13 +8,14 @@ from typing import cast
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
-from kvarts.v1 import model_pb2, model_pb2_grpc
+from kvarts.v1 import embedding_pb2, model_pb2, model_pb2_grpc
 
 from engine.types import Snapshot
 from service import convert
 from service.bridge import Bridge
 from service.loaded import LoadedModel
 from service.metrics import server_version
+from service.poolings import WIRE_POOLINGS
 
 ModelRequest = model_pb2.GetModelRequest
 ModelResponse = model_pb2.GetModelResponse
@@ -84,7 +85,14 @@ def _model(model: LoadedModel) -> model_pb2.Model:
         add_bos=tokenizer.add_bos,
         add_eos=tokenizer.add_eos,
         chat_template=_chat_template(model),
+        pooling=_pooling(model),
     )
+
+
+def _pooling(model: LoadedModel) -> embedding_pb2.Pooling.ValueType:
+    if model.embedding is None:
+        return embedding_pb2.POOLING_UNSPECIFIED
+    return WIRE_POOLINGS[model.embedding.pooling]
 
 
 def _chat_template(model: LoadedModel) -> model_pb2.ChatTemplate | None:
@@ -117,6 +125,7 @@ def _info(model: LoadedModel, snapshot: Snapshot) -> model_pb2.ServerInfo:
         defaults=convert.from_defaults(model.defaults),
         features=model_pb2.Features(
             generation=True,
+            embedding=model.embedding is not None,
             infill=model.facts.has_infill_tokens,
             unified_kv=model.is_unified,
             context_shift=model.has_context_shift,

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from engine.errors import EngineError
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
-from engine.types import EngineConfig, Mirostat, SamplingParams
+from engine.types import EngineConfig, Mirostat, Pooling, SamplingParams
 from service.adapter_options import adapter_dir, with_adapters
 from service.defaults import GenerationDefaults
 from service.flag_values import BadValue, unescape
@@ -58,6 +58,14 @@ class TlsFiles:
 
 
 @dataclass(frozen=True)
+class EmbeddingOptions:
+    """How vectors are made; `pooling` None is the model's own way."""
+
+    pooling: Pooling | None
+    norm: int
+
+
+@dataclass(frozen=True)
 class ServiceOptions:
     """Everything that the service process can be told.
 
@@ -69,6 +77,8 @@ class ServiceOptions:
             model file's own preferences come first.
         aliases: names of the model, the first is shown; empty is the file's own name.
         tags: shown with the model.
+        embedding: vectors are served, pooled so unless a request says otherwise; None serves none.
+            Its pooling None is the model's own.
         grpc_host: address of the public door.
         grpc_port: its port, 0 for a free one; None keeps it closed.
         private_socket: Unix socket that the own gateway uses, beside the public door.
@@ -95,6 +105,7 @@ class ServiceOptions:
     sampling_given: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    embedding: EmbeddingOptions | None = None
     grpc_host: str = "127.0.0.1"
     grpc_port: int | None = None
     private_socket: str | None = None
@@ -130,6 +141,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         sampling_given=frozenset(sampling),
         aliases=parsed["aliases"],
         tags=parsed["tags"],
+        embedding=_embedding(parsed),
         grpc_host=parsed["grpc_host"],
         grpc_port=parsed["grpc_port"],
         metrics_port=parsed["metrics_port"],
@@ -239,6 +251,13 @@ def _model_source(parsed: Parsed, cache_dir: Path) -> ModelSource:
     )
 
 
+def _embedding(parsed: Parsed) -> EmbeddingOptions | None:
+    if not parsed["embeds"]:
+        return None
+    pooling = parsed["pooling"]
+    return EmbeddingOptions(None if pooling is None else Pooling(pooling), parsed["embd_norm"])
+
+
 def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
     if parsed["cache_type_k"] != parsed["cache_type_v"]:
         raise FlagError(
@@ -263,6 +282,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         moe_cache_slots=parsed["moe_cache_slots"],
         prefill_overlap=parsed["prefill_overlap"],
         kernels=parsed["kernels"],
+        embeds=parsed["embeds"],
         slot_similarity=parsed["slot_similarity"],
         context_shift=parsed["context_shift"],
         host_cache_bytes=None if cache_ram_mib == -1 else cache_ram_mib << 20,

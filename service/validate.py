@@ -344,7 +344,6 @@ def check_embed(request: embedding_pb2.EmbedRequest, limits: Limits) -> None:
         InvalidField: One field is out of range.
         InvalidFields: Several are.
         TokenNotInVocab: A token id at or past the end of the vocabulary.
-        ContextOverflow: An input of more tokens than the context holds.
     """
     faults = Faults()
     check_request_id(faults, request.request_id)
@@ -357,7 +356,7 @@ def check_embed(request: embedding_pb2.EmbedRequest, limits: Limits) -> None:
     check_adapters(faults, "adapters", request.adapters)
     faults.raise_if_any()
     for entry in request.inputs:
-        check_prompt(entry.tokens.ids, limits)
+        check_vocab(entry.tokens.ids, limits.vocab_size)
 
 
 def check_slot_id(

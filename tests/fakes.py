@@ -254,6 +254,8 @@ class FakeRunner:
     fail_transfer_with: Exception | None = None
     can_move_tokens: bool = True
 
+    _hidden: FloatArray | None = field(default=None, init=False)
+
     def __post_init__(self) -> None:
         self._forget()
 
@@ -376,7 +378,19 @@ class FakeRunner:
                 self._write(self._window_memory, work.window_pages, work)
             if self.num_states:
                 self._carry_on(work)
+        self._hidden = self._hidden_of(batch.chunk) if batch.wants_hidden else None
         return [self._logits(work) for work in works]
+
+    def hidden_states(self) -> FloatArray:
+        """Of each token: itself, its position, and one; what is in the pages decides the first."""
+        assert self._hidden is not None, "no chunk asked for hidden states"
+        return self._hidden
+
+    def _hidden_of(self, chunk: SequenceWork | None) -> FloatArray:
+        assert chunk is not None
+        at = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+        ones = np.ones(len(at))
+        return np.stack([np.asarray(chunk.tokens), at, ones], axis=1).astype(np.float32)
 
     def write_adapter(self, place: int, content: AdapterContent) -> None:
         """Takes an adapter into a free place."""

@@ -32,6 +32,7 @@ def open_runner(
     is_native: bool = False,
     adapters: AdapterCapacity = NO_ADAPTERS,
     expert_slots: int | None = None,
+    embeds: bool = False,
 ) -> JaxRunner:
     """Loads a file into a runner that is not warm: compiling takes about 2 s per program.
 
@@ -51,6 +52,7 @@ def open_runner(
             num_window_pages,
             adapters,
             num_states if spec.num_recurrent_layers else 0,
+            embeds,
         )
         weights = load_weights(spec, file, is_native=is_native, expert_slots=expert_slots)
         return JaxRunner(spec, weights, config)

@@ -47,13 +47,18 @@ _NAMES: dict[LlamaFileType, str] = {
 
 @dataclass(frozen=True)
 class FileFacts:
-    """`name` is "" where the file has none; `num_params` counts elements of all tensors."""
+    """`name` is "" where the file has none; `num_params` counts elements of all tensors.
+
+    `pooling_type` is llama.cpp's number of how the model pools hidden states, None where the file
+    says nothing.
+    """
 
     architecture: str
     name: str
     file_type: str
     num_params: int
     size_bytes: int
+    pooling_type: int | None = None
 
 
 def read_facts(file: GgufFile) -> FileFacts:
@@ -63,12 +68,15 @@ def read_facts(file: GgufFile) -> FileFacts:
         ModelFileError: `general.architecture` is missing, or a key has the wrong type.
     """
     tensors = file.tensors.values()
+    architecture = file.metadata.get_str("general.architecture")
+    pooling = f"{architecture}.pooling_type"
     return FileFacts(
-        architecture=file.metadata.get_str("general.architecture"),
+        architecture=architecture,
         name=file.metadata.get_str("general.name", ""),
         file_type=_file_type(file),
         num_params=sum(math.prod(tensor.shape) for tensor in tensors),
         size_bytes=sum(tensor.nbytes for tensor in tensors),
+        pooling_type=file.metadata.get_uint(pooling) if pooling in file.metadata else None,
     )
 
 

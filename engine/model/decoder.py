@@ -65,7 +65,9 @@ def forward(
     step: StepInputs,
     num_decodes: int,
     banks: BankArrays | None = None,
-) -> tuple[jax.Array, KvPool, StatePool | None]:
+    *,
+    has_hidden: bool = False,
+) -> tuple[jax.Array, jax.Array | None, KvPool, StatePool | None]:
     """Evaluates one step.
 
     Args:
@@ -77,9 +79,11 @@ def forward(
         step: What to evaluate.
         num_decodes: D; static.
         banks: The loaded adapters, if the step has lists of them.
+        has_hidden: Whether the chunk's hidden states are a result; static.
 
     Returns:
-        f32 logits [R, vocab] and the pools.
+        f32 logits [R, vocab], the chunk's final hidden states f32 [C, width] (None without), and
+        the pools.
     """
     context = Context(spec, weights, step, num_decodes, _turns(spec, weights, step.positions))
     embedding = cast(MatrixStack, weights.globals["token_embd"])
@@ -99,7 +103,10 @@ def forward(
     nothing = jnp.zeros((step.outputs.shape[0], spec.vocab_size), jnp.float32)
     # A chunk in the middle of a prompt needs no logits, and the head is the largest matrix.
     logits = flow.cond(step.wants_logits > 0, lambda: _head(context, x), lambda: nothing)
-    return logits, pool, states
+    hidden = None
+    if has_hidden:
+        hidden = context.norm(x[num_decodes:], vector(weights.globals, spec.output_norm))
+    return logits, hidden, pool, states
 
 
 def _turns(spec: ModelSpec, weights: Weights, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.adapters.effective import EffectiveSet
 from engine.generation import Generation
+from engine.pooling import StatePooling
 from engine.scheduling.parts import SchedulerParts
 from engine.scheduling.row import Arrival, Row
 
@@ -39,5 +40,7 @@ def begin_row(
         prompt_done=0,
         slot=None,
         save=arrival.save,
-        max_held=context_tokens - 1,
+        # The last token of a generation is never evaluated.
+        max_held=context_tokens - (0 if request.pooling else 1),
+        pooling=StatePooling(request.pooling) if request.pooling else None,
     )

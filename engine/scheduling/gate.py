@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.errors import DuplicateRequest, QueueFull
 from engine.types import (
     Cancelled,
+    Embedded,
     Event,
     Failed,
     Finished,
@@ -84,9 +85,9 @@ class Gate:
     def settle(self, events: Iterable[tuple[str, Event]]) -> None:
         """Follows a step's events: who started waits no longer, who ended frees its id."""
         for request_id, event in events:
-            if isinstance(event, Started | Finished | Failed | Cancelled):
+            if isinstance(event, Started | Finished | Embedded | Failed | Cancelled):
                 self._leave_queue(request_id)
-            if isinstance(event, Finished | Failed | Cancelled):
+            if isinstance(event, Finished | Embedded | Failed | Cancelled):
                 self._in_flight.pop(request_id, None)
 
     def _is_inside(self, party: tuple[str, str]) -> bool:

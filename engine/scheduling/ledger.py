@@ -10,12 +10,14 @@ from dataclasses import asdict
 from engine.errors import DeadlineExceeded, ShuttingDown
 from engine.generation import Ending
 from engine.scheduling.row import Arrival, Row
+from engine.step import FloatArray
 from engine.types import (
     CacheSource,
     CancelCause,
     Cancelled,
     Chunk,
     Counters,
+    Embedded,
     Event,
     Failed,
     Finished,
@@ -136,6 +138,13 @@ class Ledger:
             ),
         )
         self._count(requests_finished=1, prefill_s=prefill_s)
+
+    def embedded(self, row: Row, vectors: FloatArray, now_s: float) -> None:
+        """Reports a vector; `vectors` are f32 [rows, width]."""
+        num_rows, dimension = vectors.shape
+        values = vectors.astype("<f4").tobytes()
+        self._send(row.request_id, Embedded(values, num_rows, dimension, len(row.request.prompt)))
+        self._count(requests_finished=1, prefill_s=now_s - row.admitted_s)
 
     def nothing_to_do(self, arrival: Arrival, *, slot_id: int, held: int, now_s: float) -> None:
         """Reports a request with an empty prompt: started and finished without a step."""

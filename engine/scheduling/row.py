@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.adapters.effective import BASE, EffectiveSet
 from engine.errors import DeadlineExceeded
 from engine.generation import Generation
+from engine.pooling import StatePooling
 from engine.scheduling.shelf import Shelf
 from engine.scheduling.wishes import Save
 from engine.slots.table import Slot
@@ -49,7 +50,7 @@ class Row:
     were in it at the last admission. `dropped` counts tokens of the sequence that shifts took out
     of the slot since then; `is_shifted` says that one ever did. `save` is what a warming row is
     for, `shelf` what its slot held before. No step goes past the position `stop_at`, where a
-    snapshot is due (None: none is).
+    snapshot is due (None: none is). `pooling` gathers the vector of a row that generates nothing.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class Row:
     save: Save | None = None
     shelf: Shelf | None = None
     stop_at: int | None = None
+    pooling: StatePooling | None = None
 
     @property
     def request_id(self) -> str:
@@ -94,8 +96,11 @@ class Row:
 
     @property
     def is_decode(self) -> bool:
-        """True when one token is left to evaluate, so that the row costs one decode."""
-        return self.num_pending == 1
+        """True when one token is left to evaluate, so that the row costs one decode.
+
+        Only a chunk has hidden states, so a row that gathers them has none.
+        """
+        return self.num_pending == 1 and self.pooling is None
 
     @property
     def is_new(self) -> bool:
@@ -124,6 +129,11 @@ class Row:
         """Where in the sequence the next token to evaluate is; behind a shift, not its position."""
         return len(self.home.tokens) + self.dropped
 
+    def start_again(self) -> None:
+        """Forgets what it had gathered of its prompt, which will be evaluated anew."""
+        if self.pooling is not None:
+            self.pooling = StatePooling(self.pooling.pooling)
+
     def next_length(self, max_tokens: int) -> int:
         """Returns how many tokens the next step takes, all under the same adapters."""
         start = self._next
@@ -141,7 +151,8 @@ class Row:
             tokens=self.tokens(start, end),
             start=start - self.dropped,
             pages=tuple(self.home.pages),
-            wants_logits=end == self.num_tokens,
+            wants_logits=end == self.num_tokens and self.pooling is None,
+            wants_hidden=self.pooling is not None,
             window_pages=tuple(self.home.window.page_ids),
             adapters=self.adapters.at(start),
             state_id=self.home.state_id,

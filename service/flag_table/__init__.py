@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from service.flag_table.adapters import ADAPTERS
 from service.flag_table.deferred import DEFERRED
+from service.flag_table.embedding import EMBEDDING
 from service.flag_table.ignored import IGNORED
 from service.flag_table.model import CONTEXT, MODEL, REQUEST
 from service.flag_table.refused import REFUSED
@@ -17,6 +18,7 @@ FLAGS = (
     *MODEL,
     *CONTEXT,
     *ADAPTERS,
+    *EMBEDDING,
     *REQUEST,
     *SAMPLING,
     *GRPC,

@@ -10,7 +10,7 @@ from typing import Any
 from service.flag_values import SWITCH, TEXT, Kind, choice, integer
 from service.flags import Flag, Verdict
 
-_EMBEDDING = "embeddings and reranking"
+_RERANKING = "reranking"
 _REASONING = "separating a model's reasoning from its answer"
 
 
@@ -41,21 +41,12 @@ DEFERRED = (
         variable="LLAMA_ARG_KV_UNIFIED_PER_SLOT",
     ),
     _later(
-        _EMBEDDING,
-        "--embedding",
-        "--embeddings",
-        kind=SWITCH,
-        variable="LLAMA_ARG_EMBEDDINGS",
-    ),
-    _later(
-        _EMBEDDING,
+        _RERANKING,
         "--rerank",
         "--reranking",
         kind=SWITCH,
         variable="LLAMA_ARG_RERANKING",
     ),
-    _later(_EMBEDDING, "--pooling", variable="LLAMA_ARG_POOLING"),
-    _later(_EMBEDDING, "--embd-normalize", kind=integer(-1), neutral=(2,)),
     _later(
         _REASONING,
         "--reasoning-format",

@@ -43,6 +43,7 @@ _ADAPTER_CACHE = Excuse("differs on purpose: no cached token is of another adapt
 _ADAPTER_SLOT = Excuse(
     "differs on purpose: a slot of another adapter set is left to that set", frozenset({"id_slot"})
 )
+_NOTHING_KEPT = Excuse("differs on purpose: an embedding keeps nothing in a slot", _REUSE)
 _PREEMPTION = Excuse("differs on purpose: requests wait for a full pool, none fails")
 
 
@@ -71,6 +72,7 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "empty set is the server's": _ADAPTER_CACHE,
         **_each(_ADAPTER_SLOT, "one of them", "server set, changed"),
     },
+    "embeddings_mean": {"completion on the same server": _NOTHING_KEPT},
     "openai_chat": {
         "json object": _CHAT_SCHEMA,
         "json schema": _CHAT_SCHEMA,

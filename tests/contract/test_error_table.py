@@ -375,7 +375,7 @@ LATER: list[tuple[str, str, Any, str]] = [
         "embedding",
         "Embed",
         embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="x")]),
-        "embeddings",
+        "embeddings: the server was not started for them",
     ),
     (
         "rebuild",

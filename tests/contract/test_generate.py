@@ -211,7 +211,7 @@ async def test_a_trailing_assistant_message_is_continued_and_echoed_on_request()
             )
         )
     assert echoed[0].started.prompt_tokens == 1 + len(prompt)
-    assert next(d.content for r in echoed for d in r.chunk.chat_deltas) == "well, "
+    assert next(d.content for r in echoed for d in r.chunk.chat_deltas) == "well,"
     assert next(d.content for r in plain for d in r.chunk.chat_deltas) == " "
     assert closed[0].started.prompt_tokens == 1 + len("user:yo|assistant:well,|assistant:")
 

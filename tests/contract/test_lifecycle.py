@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvarts.v1 import generation_pb2_grpc, model_pb2
 
+from engine.scheduling.wishes import Save
 from engine.types import EventSink, Request
 from service.loaded import LoadedModel
 from service.server import READY_SERVICE, BindError, Server, serve
@@ -179,8 +180,8 @@ async def test_256_clients_on_one_connection_are_served_in_turn_or_refused_with_
         taken: list[tuple[int, ...]] = []
         submit = it.engine.submit
 
-        def watched(request: Request) -> None:
-            submit(request)
+        def watched(request: Request, *, save: Save | None = None) -> None:
+            submit(request, save=save)
             taken.append(request.prompt)
 
         it.engine.submit = watched

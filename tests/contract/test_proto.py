@@ -329,8 +329,9 @@ def _renamed(name: str, names: dict[str, str]) -> str:
             {"prompt": "tokens", "time_limit_s": "time_limit", "progress": "return_progress"},
             # A deadline is the call's, a tenant the key's, a group the call; the echo is
             # `annotation`.
-            # The constraint's parts are fields of their own.
-            {"deadline_s", "tenant", "group", "constraint"},
+            # The constraint's parts are fields of their own. A prompt is only warmed by SaveSlot,
+            # and only pooled by Embed.
+            {"deadline_s", "tenant", "group", "constraint", "is_warming", "pooling"},
         ),
         (
             types.Started,

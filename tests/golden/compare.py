@@ -131,7 +131,7 @@ def _list_differences(
             f"{_short(actual)} instead of {_short(expected)}"
         )
         return
-    if path[-1] == "embedding" and expected and isinstance(expected[0], float):
+    if "embedding" in path[-2:] and expected and isinstance(expected[0], float):
         yield from _embedding_differences(expected, actual, rules, path)
         return
     for index, value in enumerate(expected):

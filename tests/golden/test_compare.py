@@ -96,6 +96,9 @@ def test_embeddings_are_relative_to_the_largest():
     assert differences(expected, close, Rules(), "response") == []
     assert differences(expected, far, Rules(), "response") != []
     # 1.0 and 2.0, and 2.001 for 2.0, as little-endian floats.
+    rows = {"embedding": [[10.0, 0.0]]}
+    assert differences(rows, {"embedding": [[10.009, 0.0]]}, Rules(), "response") == []
+    assert differences(rows, {"embedding": [[10.02, 0.0]]}, Rules(), "response") != []
     encoded = {"embedding": "AACAPwAAAEA="}
     assert differences(encoded, {"embedding": "AACAP2IQAEA="}, Rules(), "response") == []
     assert differences(encoded, {"embedding": "AACAPwAAgEA="}, Rules(), "response") != []

@@ -90,6 +90,15 @@ class ReferenceDecoder:
 
     def logprobs(self, tokens: list[int]) -> Float64:
         """Natural log-probabilities [T, vocab] of what follows each token."""
+        head = "output.weight" if "output.weight" in self.tensor else "token_embd.weight"
+        logits = self.hidden(tokens) @ self.tensor[head].T
+        logits = logits + self.tensor.get("output.bias", 0.0)
+        logits = _capped(logits, self.key.get("final_logit_softcapping", self._family.logit_cap))
+        logits = logits - logits.max(-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    def hidden(self, tokens: list[int]) -> Float64:
+        """States [T, width] after the last norm."""
         x = self.tensor["token_embd.weight"][tokens]
         if self._family.is_gemma:
             x = x * np.sqrt(x.shape[-1])
@@ -102,12 +111,7 @@ class ReferenceDecoder:
             x = x + (y if is_next else self._norm(y, f"{block}post_attention_norm"))
             y = self._norm(x, f"{block}post_attention_norm" if is_next else f"{block}ffn_norm")
             x = x + self._norm(self._ffn(block, y), f"{block}post_ffw_norm")
-        head = "output.weight" if "output.weight" in self.tensor else "token_embd.weight"
-        logits = self._norm(x, "output_norm") @ self.tensor[head].T
-        logits = logits + self.tensor.get("output.bias", 0.0)
-        logits = _capped(logits, self.key.get("final_logit_softcapping", self._family.logit_cap))
-        logits = logits - logits.max(-1, keepdims=True)
-        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return self._norm(x, "output_norm")
 
     def greedy(self, tokens: list[int], count: int, banned: frozenset[int]) -> list[int]:
         """The `count` most probable tokens that follow, one after another, and are not banned."""

@@ -98,6 +98,7 @@ class Drive:
         snapshot_interval: int = 32,
         host_cache_bytes: int | None = 0,
         context_shift: bool = False,
+        embeds: bool = False,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -111,6 +112,7 @@ class Drive:
             snapshot_interval=snapshot_interval,
             host_cache_bytes=host_cache_bytes,
             context_shift=context_shift,
+            embeds=embeds,
         )
         is_recurrent = mamba_slots is not None
         self.plan = plan_memory(config, fake_shape(window, is_recurrent), context_tokens)
