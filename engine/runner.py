@@ -56,7 +56,9 @@ _LANES = 128  # width of the first stage of the candidate search
 _CHUNK_BUCKETS = (32, 128, 512, 2048)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
-_Program = Callable[..., tuple[tuple[jax.Array | None, ...], Pools]]
+# Candidates (ids, then logits), log-sum-exp, finiteness, all logits, and hidden states or None.
+_Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+_Program = Callable[..., tuple[_Results, Pools]]
 
 
 @dataclass(frozen=True)
@@ -469,7 +471,7 @@ def _step(
     places: Place,
     pools: Pools,
     packed: jax.Array,
-) -> tuple[tuple[jax.Array | None, ...], Pools]:
+) -> tuple[_Results, Pools]:
     step = shape.unpack(packed)
     bucket = shape.bucket
     logits, hidden, pool, states = forward(

@@ -15,7 +15,8 @@ from service.defaults import EmbeddingDefaults
 from tests.contract.serving import CONFIG, Serving, failure, serving
 
 Code = grpc.StatusCode
-EmbedRequest, EmbedInput = embedding_pb2.EmbedRequest, embedding_pb2.EmbedInput
+EmbedRequest = embedding_pb2.EmbedRequest
+EmbedInput = embedding_pb2.EmbedInput
 MEAN = EmbeddingDefaults(Pooling.MEAN)
 
 

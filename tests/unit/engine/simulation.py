@@ -24,6 +24,7 @@ from engine.types import (
     CancelCause,
     Cancelled,
     Chunk,
+    Embedded,
     EngineConfig,
     Event,
     Failed,
@@ -325,6 +326,8 @@ class Simulation:
                 case Finished() | Failed() | Cancelled():
                     life.end = event
                     self._judge(life, event)
+                case Embedded():
+                    raise AssertionError(f"{request_id}: nobody asked for a vector")
 
     def _on_started(self, life: Life, started: Started) -> None:
         assert life.started is None, "a request started twice"

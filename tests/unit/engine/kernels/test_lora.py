@@ -43,6 +43,10 @@ class Pairs:
     rank: int
     held: Sequence[Sequence[Pair | None]]
 
+    def exact(self, layer: int, place: int) -> tuple[Float64, Float64, float] | None:
+        pair = self.held[layer][place] if place >= 0 else None
+        return pair and (np.asarray(pair[0], np.float64), np.asarray(pair[1], np.float64), pair[2])
+
     def bank(self, *, is_native: bool, is_embedding: bool = False) -> Bank:
         """As `Bank` says, laid out by hand."""
         down_width, up_width = (self.rows, self.cols) if is_embedding else (self.cols, self.rows)
@@ -67,8 +71,16 @@ class Pairs:
                         own.reshape(-1, self.rank)[:, :rank] = values.astype(np.float32)
                     else:
                         own[: values.size] = values.astype(np.float32).ravel()
-        down, up, entries, factors = map(jnp.array, (down, up, entries, factors))
-        return Bank(down, up, entries, factors, self.rows, self.cols, self.rank, is_native)
+        return Bank(
+            jnp.array(down),
+            jnp.array(up),
+            jnp.array(entries),
+            jnp.array(factors),
+            self.rows,
+            self.cols,
+            self.rank,
+            is_native,
+        )
 
 
 def pairs(rows: int, cols: int, seed: int = 0, *, is_embedding: bool = False) -> Pairs:
@@ -109,16 +121,15 @@ def definition(
     for token in range(len(y)):
         row = min(token, num_decodes)
         for place, scale in zip(places[row].tolist(), scales[row].tolist(), strict=True):
-            pair: Pair | None = own.held[layer][place] if place >= 0 else None
+            pair = own.exact(layer, place)
             if pair is None:
                 continue
-            down: Float64 = pair[0].astype(np.float64)
-            up: Float64 = pair[1].astype(np.float64)
+            down, up, factor = pair
             is_embedding = inputs.ndim == 1
             inner: Float64 = down[inputs[token]] if is_embedding else down @ inputs[token]
             bound: Float64 = np.abs(inner) if is_embedding else np.abs(down) @ np.abs(inputs[token])
-            result[token] += scale * pair[2] * (inner @ up)
-            size[token] += abs(scale * pair[2]) * (bound @ np.abs(up))
+            result[token] += scale * factor * (inner @ up)
+            size[token] += abs(scale * factor) * (bound @ np.abs(up))
     return result, size
 
 

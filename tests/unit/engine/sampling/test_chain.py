@@ -135,9 +135,13 @@ def _logits(step: int) -> FloatArray:
 
 
 def _chain(
-    params: SamplingParams, *, seed: int = 42, prompt: Sequence[int] = PROMPT, **options: bool
+    params: SamplingParams,
+    *,
+    seed: int = 42,
+    prompt: Sequence[int] = PROMPT,
+    ignore_eos: bool = False,
 ) -> Chain:
-    return Chain(params, vocab=VOCAB, prompt=prompt, seed=seed, **options)
+    return Chain(params, vocab=VOCAB, prompt=prompt, seed=seed, ignore_eos=ignore_eos)
 
 
 @pytest.mark.parametrize("name", DRAWN_BY_LLAMA_CPP)

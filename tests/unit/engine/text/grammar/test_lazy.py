@@ -1,5 +1,6 @@
 import pytest
 
+from engine.constraint import ConstraintState
 from engine.errors import GrammarDeadEnd
 from engine.text.grammar.lazy import CallGrammar, LazyGrammar, Triggers
 from tests.unit.engine.text.grammar.spelling import END, LONGER, TOOL, compiled
@@ -11,7 +12,7 @@ def begin(grammar: str, triggers: Triggers):
     return LazyGrammar(compiled(grammar, shown=triggers.tokens), triggers).begin()
 
 
-def feed(state, text: str) -> None:
+def feed(state: ConstraintState, text: str) -> None:
     for value in text.encode():
         assert state.allows(value)
         state.accept(value)
