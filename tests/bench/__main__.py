@@ -80,9 +80,10 @@ def main() -> int:
         facts = _facts(setting)
         figures = earlier
         for name in arguments.only:
-            figures = joined(figures, list(MEASUREMENTS[name](setting)))
-            if arguments.json:  # kept at once: the next one may take long, or fail
-                write_json(arguments.json, figures, facts)
+            for figure in MEASUREMENTS[name](setting):
+                figures = joined(figures, [figure])
+                if arguments.json:  # kept at once: the next one may take long, or fail
+                    write_json(arguments.json, figures, facts)
     except (PeerError, FetchError, ChildError, ReportError) as error:
         _say(f"error: {error}")
         return 1
