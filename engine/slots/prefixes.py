@@ -79,8 +79,9 @@ class Prefixes:
     ) -> Reuse:
         """Returns the longest prefix that an idle slot can have.
 
-        The slot's own goes before one that is less than a page longer: it need not be moved, and
-        who names a slot counts on what that holds. It has at most `limit` tokens (None: any number).
+        The slot's own goes before one that is less than a page, and less than twice, as long: it
+        need not be moved, and who names a slot counts on what that holds. It has at most `limit`
+        tokens (None: any number).
 
         At least one token is left to evaluate, because its logits are needed: the same prompt
         again reuses all but one.
@@ -95,8 +96,8 @@ class Prefixes:
         if is_whole and request.n_cache_reuse and slot.root == root:
             own = self._with_moved(slot, own, prompt[:limit], request.n_cache_reuse)
         listed = self._listed(self._index.match(root, encode(prompt)), limit)
-        least = own.total + (self._table.page_tokens if own.total else 1)
-        if listed.num_tokens >= least:
+        is_much = listed.num_tokens >= 2 * max(1, own.total)
+        if is_much or listed.num_tokens >= own.total + self._table.page_tokens:
             return listed
         if own.moved:
             return own
