@@ -96,7 +96,7 @@ class Prefixes:
         if is_whole and request.n_cache_reuse and slot.root == root:
             own = self._with_moved(slot, own, prompt[:limit], request.n_cache_reuse)
         listed = self._listed(self._index.match(root, encode(prompt)), limit)
-        is_much = listed.num_tokens >= 2 * max(1, own.total)
+        is_much = listed.num_tokens >= max(1, 2 * own.total)
         if is_much or listed.num_tokens >= own.total + self._table.page_tokens:
             return listed
         if own.moved:

@@ -83,7 +83,4 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "slots, after refusals": _KEPT_SLOT,
         "filename 7": _NAMES_OF_FILES,
     },
-    "stream": {
-        "two samples": _OTHER_SLOT,
-    },
 }

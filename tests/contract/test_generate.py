@@ -122,7 +122,12 @@ async def test_samples_run_side_by_side_with_rising_seeds() -> None:
     sampling = SamplingParams(seed=2**32 - 2)
     async with serving() as it:
         request = GenerateRequest(
-            text="x", request_id="n", num_samples=3, max_tokens=2, sampling=sampling
+            text="x",
+            request_id="n",
+            num_samples=3,
+            max_tokens=50,
+            ignore_eos=True,
+            sampling=sampling,
         )
         responses = await it.collect(request)
     started = {r.started.index: r.started for r in responses if r.HasField("started")}
