@@ -21,6 +21,12 @@ inline F32 load_pair(const uint8_t* p, int64_t index) {
   return load_bf16(p + 2 * index);
 }
 
+// Asks for part `index` of `parts` of a block of memory, to the second cache: pairs are read once per
+// step from main memory, in runs too short for the processor to see them coming.
+inline void fetch_part(const uint8_t* from, int64_t bytes, int64_t index, int64_t parts) {
+  for (int64_t at = bytes * index / parts; at < bytes * (index + 1) / parts; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 // inner[t * kMaxRank + j] = down[j] . x[t] for ranks [first, first + R).
 template <Float F, int R, int T>
 inline void inner_products(const uint8_t* down, int64_t first, int64_t cols, const float* x, float* inner) {
@@ -88,11 +94,20 @@ inline float pair_number(const uint8_t* p, int64_t index) {
   return load<float>(&bits);
 }
 
+// The first half of a pair, which is wanted next; no bytes if there is none.
+struct Next {
+  const uint8_t* down;
+  int64_t bytes;
+};
+
 template <Float F, int T>
-inline void add_change(const uint8_t* up, int64_t rank, int64_t rows, const float* inner, float* y) {
-  constexpr int kVectors = kLanes == 16 ? 4 : 2;
+inline void add_change(const uint8_t* up, int64_t rank, int64_t rows, const float* inner, float* y, Next next) {
+  constexpr int kVectors = kLanes == 16 ? 4 : 2, kStep = kVectors * kLanes;
   int64_t c = 0;
-  for (; c + kVectors * kLanes <= rows; c += kVectors * kLanes) add_columns<F, T, kVectors>(up, rank, rows, c, inner, y);
+  for (; c + kStep <= rows; c += kStep) {
+    fetch_part(next.down, next.bytes, c / kStep, rows / kStep);
+    add_columns<F, T, kVectors>(up, rank, rows, c, inner, y);
+  }
   for (; c + kLanes <= rows; c += kLanes) add_columns<F, T, 1>(up, rank, rows, c, inner, y);
   for (; c < rows; ++c)
     for (int t = 0; t < T; ++t) {
@@ -104,8 +119,11 @@ inline void add_change(const uint8_t* up, int64_t rank, int64_t rows, const floa
 
 // T tokens of one row, through one pair.
 template <Float F, int T>
-void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, int64_t rank, float scale, int64_t token) {
+void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, int64_t rank, float scale, int64_t token,
+                  Next next) {
+  constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
   const uint8_t* down = w.down + place * w.down_bytes;
+  const uint8_t* up = w.up + place * w.up_bytes;
   float inner[T * kMaxRank];
   if (a.tokens) {
     for (int t = 0; t < T; ++t)
@@ -114,12 +132,28 @@ void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, in
   } else {
     const float* x = a.x + token * w.cols;
     int64_t j = 0;
-    for (; j + 4 <= rank; j += 4) inner_products<F, 4, T>(down, j, w.cols, x, inner);
+    for (; j + 4 <= rank; j += 4) {
+      fetch_part(up, rank * w.rows * kSize, j / 4, rank / 4);
+      inner_products<F, 4, T>(down, j, w.cols, x, inner);
+    }
     for (; j < rank; ++j) inner_products<F, 1, T>(down, j, w.cols, x, inner);
   }
   for (int t = 0; t < T; ++t)
     for (int64_t j = 0; j < rank; ++j) inner[t * kMaxRank + j] *= scale;
-  add_change<F, T>(w.up + place * w.up_bytes, rank, w.rows, inner, w.y + token * w.rows);
+  add_change<F, T>(up, rank, w.rows, inner, w.y + token * w.rows, next);
+}
+
+// What a token's list comes to after entry k of weight i, so that it can be on its way.
+inline Next next_pair(const Adaptation& a, int64_t row, int64_t i, int64_t k) {
+  for (++k; i < a.num_weights; ++i, k = 0)
+    for (; k < a.list_length; ++k) {
+      const int64_t place = a.places[row * a.list_length + k];
+      const AdaptedWeight& w = a.weights[i];
+      if (place < 0 || !w.entries[place]) continue;
+      const int64_t size = (Float)(w.entries[place] & 3) == Float::kF32 ? 4 : 2;
+      return {w.down + place * w.down_bytes, a.tokens ? 0 : (w.entries[place] >> 2) * w.cols * size};
+    }
+  return {nullptr, 0};
 }
 
 template <int T>
@@ -132,10 +166,11 @@ inline void adapt_tokens(const Adaptation& a, int64_t token) {
       if (place < 0 || !w.entries[place]) continue;
       const int64_t rank = w.entries[place] >> 2;
       const float scale = a.scales[row * a.list_length + k] * w.factors[place];
+      const Next next = next_pair(a, row, i, k);
       switch ((Float)(w.entries[place] & 3)) {
-        case Float::kF32: through_pair<Float::kF32, T>(a, w, place, rank, scale, token); break;
-        case Float::kF16: through_pair<Float::kF16, T>(a, w, place, rank, scale, token); break;
-        default: through_pair<Float::kBf16, T>(a, w, place, rank, scale, token);
+        case Float::kF32: through_pair<Float::kF32, T>(a, w, place, rank, scale, token, next); break;
+        case Float::kF16: through_pair<Float::kF16, T>(a, w, place, rank, scale, token, next); break;
+        default: through_pair<Float::kBf16, T>(a, w, place, rank, scale, token, next);
       }
     }
   }
