@@ -287,6 +287,7 @@ def _chain_factory(sampler_vocab: SamplerVocab) -> Callable[[Request, int], Chai
             seed=seed,
             ignore_eos=request.ignore_eos,
             constraint=request.constraint.begin() if request.constraint else None,
+            reasoning=request.reasoning,
         )
 
     return begin

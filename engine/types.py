@@ -106,6 +106,24 @@ class AdapterScale:
 
 
 @dataclass(frozen=True)
+class ReasoningBudget:
+    """How long a model may think, in tokens of its vocabulary.
+
+    `tokens` is the limit of each reasoning, 0 or more. `start` opens it, any of `ends` closes it.
+    Once the limit is reached `forced` follows, token by token; its tail is one of `ends`.
+    `opening` is the end of the prompt, from what may open reasoning on. `holds_constraint`: within
+    reasoning the request's constraint neither holds nor moves on.
+    """
+
+    tokens: int
+    start: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+    forced: tuple[int, ...]
+    opening: tuple[int, ...] = ()
+    holds_constraint: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """One generation, already tokenised.
 
@@ -117,7 +135,8 @@ class Request:
     later line is indented less (0: off); `time_limit_s` ends at a newline after that long.
     `annotation` is the caller's own note, shown in slot lists and never read. Requests of one
     `group` (several samples or prompts of one call) count once in the queue; "" is no group.
-    `constraint` is what the output is restricted to, already compiled.
+    `constraint` is what the output is restricted to, already compiled. `reasoning` limits how long
+    the model thinks; None does not look at it.
     `is_warming`: the prompt is computed and nothing is sampled. `pooling` asks for the prompt's
     vector instead of a generation; nothing is reused then, and nothing is kept.
     """
@@ -146,6 +165,7 @@ class Request:
     annotation: str = ""
     group: str = ""
     constraint: Constraint | None = None
+    reasoning: ReasoningBudget | None = None
     is_warming: bool = False
     pooling: Pooling | None = None
 

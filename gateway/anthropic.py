@@ -29,7 +29,7 @@ class MessagesDialect:
     framing = NAMED_ERRORS
     needs_prompt_text = False
 
-    def __init__(self, facts: Facts, *, prefill: str) -> None:
+    def __init__(self, facts: Facts, *, prefill: Sequence[ChatDelta]) -> None:
         self._facts = facts
         self._id = completion_id()
         self._owed = prefill
@@ -112,7 +112,7 @@ class MessagesDialect:
         }
 
     def _with_owed(self, deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
-        owed, self._owed = self._owed, ""
+        owed, self._owed = self._owed, ()
         return behind(owed, deltas)
 
     @property

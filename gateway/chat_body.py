@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvarts.v1 import common_pb2
+from kvarts.v1 import common_pb2, generation_pb2
 
 from gateway import peer_json
 from gateway.chat_messages import check_messages, read_messages, read_tools
 from gateway.errors import invalid, server_fault, wrong_type
 from gateway.fields import lenient_flag, lenient_integer, members_of
 from gateway.schema import REASONING_FORMATS
+
+ChatDelta = generation_pb2.ChatDelta
 
 _TOOL_CHOICES = {
     "auto": common_pb2.TOOL_CHOICE_AUTO,
@@ -43,13 +45,13 @@ class ChatServer:
 class ChatBody:
     """A checked body. `fields` are those of the completion, without its prompt.
 
-    `prefill` is the content of a last message that is continued; `is_prefill_echoed` says whether
+    `prefill` is what a last message holds that is continued; `is_prefill_echoed` says whether
     a stream repeats it.
     """
 
     chat: common_pb2.ChatPrompt
     fields: dict[str, Any]
-    prefill: str
+    prefill: tuple[ChatDelta, ...]
     is_prefill_echoed: bool
 
 
@@ -80,6 +82,7 @@ def read_chat_body(body: Any, server: ChatServer) -> ChatBody:
     fields = dict(members)
     if schema is not None:
         fields["json_schema"] = schema
+    fields["reasoning_budget_tokens"] = _read_budget(members)
     fields |= _read_logprobs(members, has_tools=has_tools)
     is_echoed = not is_explicit or lenient_flag(members.get("echo"), False)
     return ChatBody(chat, fields, prefill, is_echoed)
@@ -146,7 +149,7 @@ def _read_tool_choice(name: str) -> common_pb2.ToolChoice.ValueType:
 
 def _read_final_message(
     body: Mapping[str, Any], chat: common_pb2.ChatPrompt, server: ChatServer
-) -> tuple[str, bool]:
+) -> tuple[tuple[ChatDelta, ...], bool]:
     """Sets what becomes of the last message; returns what it holds and whether that was asked."""
     generates = lenient_flag(body.get("add_generation_prompt"), True)
     asked = _read_continuation(body.get("continue_final_message"))
@@ -164,9 +167,9 @@ def _read_final_message(
     # The built-in formats without Jinja close every turn.
     if final is None or not server.use_jinja:
         chat.final_message = common_pb2.FINAL_MESSAGE_CLOSED
-        return "", asked is not None
+        return (), asked is not None
     chat.final_message = final
-    return _content_text(chat), asked is not None
+    return _held(chat), asked is not None
 
 
 def _read_continuation(value: Any) -> common_pb2.FinalMessage.ValueType | None:
@@ -175,11 +178,16 @@ def _read_continuation(value: Any) -> common_pb2.FinalMessage.ValueType | None:
     return _CONTINUATIONS.get(value) if isinstance(value, str) else None
 
 
-def _content_text(chat: common_pb2.ChatPrompt) -> str:
+def _held(chat: common_pb2.ChatPrompt) -> tuple[ChatDelta, ...]:
+    """What the open last message holds: its reasoning, and its content unless that is to come."""
     if not chat.messages:
-        return ""
+        return ()
     message = chat.messages[-1]
-    return message.content or "\n\n".join(part.text for part in message.parts.parts)
+    reasoning = (ChatDelta(reasoning=message.reasoning),) if message.reasoning else ()
+    content = message.content or "\n\n".join(part.text for part in message.parts.parts)
+    if not content or chat.final_message == common_pb2.FINAL_MESSAGE_CONTINUED_REASONING:
+        return reasoning
+    return (*reasoning, ChatDelta(content=content))
 
 
 def _check_reasoning_format(body: Mapping[str, Any]) -> None:
@@ -215,6 +223,12 @@ def _read_template_kwargs(
         chat.reasoning_effort = effort
     if kwargs:
         chat.template_kwargs_json = peer_json.write(kwargs).decode()
+
+
+def _read_budget(body: Mapping[str, Any]) -> int:
+    """The limit of thinking by either of its names; -1 is the server's."""
+    other = lenient_integer(body.get("thinking_budget_tokens"), -1)
+    return lenient_integer(body.get("reasoning_budget_tokens"), other)
 
 
 def _read_logprobs(body: Mapping[str, Any], *, has_tools: bool) -> dict[str, Any]:

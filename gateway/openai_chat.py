@@ -35,12 +35,17 @@ class ChatDialect:
     framing = DONE
 
     def __init__(
-        self, facts: Facts, *, prefill: str, is_prefill_streamed: bool, is_verbose: bool
+        self,
+        facts: Facts,
+        *,
+        prefill: Sequence[ChatDelta],
+        is_prefill_streamed: bool,
+        is_verbose: bool,
     ) -> None:
         self._facts = facts
         self._id = completion_id()
         self._prefill = prefill
-        self._owed = prefill if is_prefill_streamed else ""
+        self._owed = prefill if is_prefill_streamed else ()
         self._has_sent: set[int] = set()
         # Samples that have called a tool.
         self._callers: set[int] = set()
@@ -120,12 +125,12 @@ class ChatDialect:
 
     def _final(self, outcome: Outcome) -> dict[str, Json]:
         reply = Reply()
-        for delta in outcome.deltas:
+        for delta in behind(self._prefill, outcome.deltas):
             reply.add(delta)
         cut = len(reply.content) - outcome.finished.indent_cut_chars
         message: dict[str, Json] = {
             "role": "assistant",
-            "content": self._prefill + reply.content[:cut],
+            "content": reply.content[:cut],
         }
         if reply.has_reasoning:
             message["reasoning_content"] = reply.reasoning

@@ -89,10 +89,13 @@ def with_ids(deltas: Iterable[ChatDelta]) -> list[ChatDelta]:
     return named
 
 
-def behind(text: str, deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
-    """Puts a text in front of what a message grew by, in one piece with content that follows."""
-    if not text:
-        return list(deltas)
-    if deltas and deltas[0].HasField("content"):
-        return [ChatDelta(content=text + deltas[0].content), *deltas[1:]]
-    return [ChatDelta(content=text), *deltas]
+def behind(owed: Sequence[ChatDelta], deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
+    """Puts what a message already held in front of what it grew by, joining texts of one kind."""
+    if not (owed and deltas):
+        return [*owed, *deltas]
+    last, first = owed[-1], deltas[0]
+    if last.HasField("content") and first.HasField("content"):
+        return [*owed[:-1], ChatDelta(content=last.content + first.content), *deltas[1:]]
+    if last.HasField("reasoning") and first.HasField("reasoning"):
+        return [*owed[:-1], ChatDelta(reasoning=last.reasoning + first.reasoning), *deltas[1:]]
+    return [*owed, *deltas]

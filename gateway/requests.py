@@ -138,7 +138,16 @@ def _ask_for_message(
     request: generation_pb2.GenerateRequest, params: CompletionParams, chat: common_pb2.ChatPrompt
 ) -> None:
     request.chat.CopyFrom(chat)
+    # The tags are the template's.
+    request.reasoning.Clear()
     request.reasoning.format = _REASONING_FORMATS[params.reasoning_format]
+    if params.reasoning_budget_tokens >= 0:
+        request.reasoning.budget_tokens = params.reasoning_budget_tokens
+    if params.reasoning_message is not None:
+        request.reasoning.budget_message = params.reasoning_message
+    if params.json_schema is not None:
+        request.json_schema = peer_json.write(params.json_schema).decode()
+        request.lenient_schema = True
     if params.grammar:
         # As in the peer, a format of the answer leaves no room for calls.
         request.chat.tool_choice = common_pb2.TOOL_CHOICE_NONE
@@ -190,12 +199,24 @@ def _request(
     if params.lora:
         # Also where none of them is loaded: an explicit set turns the others off.
         request.adapters.CopyFrom(resolved.adapters.message)
+    _limit_reasoning(request.reasoning, params)
     # An empty one is none, whatever the server's own is.
     request.grammar = params.grammar
     if params.grammar and params.grammar_lazy:
         request.grammar_lazy = True
         request.grammar_triggers.extend(map(_trigger, params.grammar_triggers))
     return request
+
+
+def _limit_reasoning(reasoning: generation_pb2.ReasoningParams, params: CompletionParams) -> None:
+    """Limits thinking between a client's own tags; without any the limit has no meaning."""
+    ends = [end for end in params.reasoning_ends if end]
+    if not (params.reasoning_start and ends):
+        return
+    reasoning.start_tag = params.reasoning_start
+    reasoning.end_tags.extend(ends)
+    reasoning.budget_tokens = params.reasoning_budget_tokens
+    reasoning.budget_message = params.reasoning_message or ""
 
 
 def _trigger(trigger: Trigger) -> generation_pb2.GrammarTrigger:
@@ -337,7 +358,7 @@ async def _with_schema(
             raise
         message = str(FieldError("json_schema", f'"json_schema": {error.body.message}'))
         raise ApiError(error.body.kind, message, headers=error.body.headers) from error
-    return dataclasses.replace(params, json_schema=None, grammar=converted.grammar)
+    return dataclasses.replace(params, grammar=converted.grammar)
 
 
 async def _plain_tokens(

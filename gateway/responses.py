@@ -26,7 +26,7 @@ class ResponsesDialect:
     framing = NAMED
     needs_prompt_text = False
 
-    def __init__(self, facts: Facts, *, prefill: str) -> None:
+    def __init__(self, facts: Facts, *, prefill: Sequence[ChatDelta]) -> None:
         self._facts = facts
         self._id = f"resp_{random_id()}"
         self._message_id = f"msg_{random_id()}"
@@ -113,7 +113,7 @@ class ResponsesDialect:
         return {"id": self._id, "object": "response", "status": "in_progress"}
 
     def _with_owed(self, deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
-        owed, self._owed = self._owed, ""
+        owed, self._owed = self._owed, ()
         return behind(owed, deltas)
 
     def grown(self, delta: ChatDelta) -> list[dict[str, Any]]:

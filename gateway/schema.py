@@ -107,6 +107,9 @@ class CompletionParams:
     preserved_texts: tuple[str, ...] = ()
     reasoning_control: bool = False
     reasoning_budget_tokens: int = -1
+    reasoning_start: str = ""
+    reasoning_ends: tuple[str, ...] = ()
+    reasoning_message: str | None = None
     logit_bias: tuple[BiasEntry, ...] = ()
     ignore_eos: bool = False
     is_eos_banned: bool = False
@@ -225,6 +228,9 @@ FIELDS: tuple[Field, ...] = (
     Field("grammar_triggers", Triggers()),
     Field("reasoning_control", _FLAG),
     Field("reasoning_budget_tokens", Integer(low=-1, is_hard=True)),
+    Field("reasoning_start", Text(), ("reasoning_budget_start_tag",)),
+    Field("reasoning_ends", Texts(), ("reasoning_budget_end_tags", "reasoning_budget_end_tag")),
+    Field("reasoning_message", Text(), ("reasoning_budget_message",)),
     Field("logit_bias", Bias()),
     Field("ignore_eos", _FLAG),
     Field("stop", Stops()),

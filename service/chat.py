@@ -1,7 +1,7 @@
 """A conversation as a prompt: messages to what a chat template takes, and the rendered text.
 
 The template itself is the engine's. Parsing an answer back into reasoning and tool calls is not
-here: an answer's whole text is its content.
+here.
 
 Source: the template variables of llama.cpp's chat layer (contract 2.5), which follow OpenAI's.
 """
@@ -14,18 +14,30 @@ from typing import Any
 
 from kvarts.v1 import common_pb2
 
-from engine.errors import InvalidField, NotSupported
+from engine.errors import InvalidField, NotSupported, TemplateError
+from engine.text.chat_format import ReasoningTags
 from service.defaults import GenerationDefaults
 from service.json_text import json_object
 from service.loaded import Template
+from service.open_turn import OpenTurn, open_turn
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The prompt's text, and what of the answer the conversation already held (may be "")."""
+    """The prompt's text, and what of the answer the conversation already held.
+
+    Attributes:
+        text: The prompt.
+        echo: The content that a continued message held and that the answer repeats, or "".
+        echoed_reasoning: Its reasoning likewise.
+        thinking: The end of `text` from the tag on that opened reasoning which is still open; ""
+            where none is.
+    """
 
     text: str
-    echo: str
+    echo: str = ""
+    echoed_reasoning: str = ""
+    thinking: str = ""
 
 
 def render_chat(
@@ -33,6 +45,7 @@ def render_chat(
     template: Template | None,
     defaults: GenerationDefaults,
     field: str,
+    reasoning: ReasoningTags | None = None,
 ) -> RenderedChat:
     """Renders a conversation; a trailing assistant message may stay open.
 
@@ -41,10 +54,11 @@ def render_chat(
         template: the model's; None cannot chat.
         defaults: the server's.
         field: name of `chat` in its request, for messages.
+        reasoning: the texts around the model's reasoning; None where it does not think.
 
     Raises:
         InvalidField: JSON text that is no object, or messages that the template refuses.
-        NotSupported: No template, or an open message that needs the answer's format.
+        NotSupported: No template, or reasoning that a model without any is to continue.
         engine.errors.TemplateError: The template fails.
     """
     if template is None:
@@ -52,46 +66,62 @@ def render_chat(
     messages = [
         _message(message, f"{field}.messages[{i}]") for i, message in enumerate(chat.messages)
     ]
-    held = _open_content(chat, defaults, field)
+    held = open_turn(chat, reasoning, field) if _is_continued(chat, defaults) else None
+    tools, extra = _tools(chat, field), _kwargs(chat, defaults, field)
+    shown = messages if held is None else messages[:-1]
     text = template.render(
-        messages if held is None else messages[:-1],
-        tools=_tools(chat, field),
-        add_generation_prompt=_opens_turn(chat, held),
-        extra=_kwargs(chat, defaults, field),
+        shown, tools=tools, add_generation_prompt=_opens_turn(chat, held), extra=extra
     )
     if held is None:
-        return RenderedChat(text, echo="")
-    return RenderedChat(text + held, echo=held if chat.echo_final_message else "")
+        return RenderedChat(text, thinking=_thinking(text, reasoning))
+    opening_at, frame = len(text), None
+    if reasoning is not None:
+        closed = template.render(shown, tools=tools, add_generation_prompt=False, extra=extra)
+        opening_at = len(closed) if text.startswith(closed) else opening_at
+        frame = _frame(template, extra, reasoning)
+    return RenderedChat(
+        held.behind(text, opening_at, frame),
+        echo=held.content if chat.echo_final_message else "",
+        echoed_reasoning=held.reasoning if chat.echo_final_message else "",
+        thinking=frame.start + held.reasoning if frame and held.is_thinking else "",
+    )
 
 
-def _opens_turn(chat: common_pb2.ChatPrompt, held: str | None) -> bool:
+def _opens_turn(chat: common_pb2.ChatPrompt, held: OpenTurn | None) -> bool:
     if held is not None or not chat.HasField("add_generation_prompt"):
         return True
     return chat.add_generation_prompt
 
 
-def _open_content(
-    chat: common_pb2.ChatPrompt, defaults: GenerationDefaults, field: str
-) -> str | None:
-    """Returns what the open last message holds, or None if every turn is closed."""
-    if not _is_continued(chat, defaults):
-        return None
-    name = f"{field}.messages[{len(chat.messages) - 1}]"
-    if not chat.messages or chat.messages[-1].role != "assistant":
-        raise InvalidField(
-            f"{field}.final_message", "continues, but the last message is not the assistant's"
+def _thinking(text: str, reasoning: ReasoningTags | None) -> str:
+    """The end of a prompt that has opened reasoning, from its tag on."""
+    if reasoning is None or not text.rstrip().endswith(reasoning.start.rstrip()):
+        return ""
+    return text[text.rindex(reasoning.start.rstrip()) :]
+
+
+_SHOWN_REASONING, _SHOWN_CONTENT = "reasoning-of-the-turn", "content-of-the-turn"
+
+
+def _frame(template: Template, extra: Mapping[str, Any], reasoning: ReasoningTags) -> ReasoningTags:
+    """The texts around reasoning as the template writes them, with their white space."""
+    turn = {
+        "role": "assistant",
+        "content": _SHOWN_CONTENT,
+        "reasoning_content": _SHOWN_REASONING,
+    }
+    try:
+        text = template.render(
+            [{"role": "user", "content": ""}, turn], add_generation_prompt=False, extra=extra
         )
-    last = chat.messages[-1]
-    if last.tool_calls:
-        raise InvalidField(f"{name}.tool_calls", "a message with tool calls cannot be continued")
-    if len(chat.messages) > 1 and chat.messages[-2].role == "assistant":
-        raise InvalidField(f"{name}.role", "two assistant messages end the conversation")
-    is_reasoning = chat.final_message == common_pb2.FINAL_MESSAGE_CONTINUED_REASONING
-    if is_reasoning or last.HasField("reasoning"):
-        raise NotSupported("continuing a message with reasoning")
-    if last.WhichOneof("body") == "parts":
-        return "\n\n".join(part.text for part in last.parts.parts)
-    return last.content
+    except (TemplateError, InvalidField):
+        return reasoning
+    before, shown, behind = text.partition(_SHOWN_REASONING)
+    between, follows, _ = behind.partition(_SHOWN_CONTENT)
+    at = before.rfind(reasoning.start)
+    if not (shown and follows) or at < 0 or reasoning.end not in between:
+        return reasoning
+    return ReasoningTags(before[at:], between)
 
 
 def _is_continued(chat: common_pb2.ChatPrompt, defaults: GenerationDefaults) -> bool:

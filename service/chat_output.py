@@ -18,8 +18,10 @@ from engine.text.chat_grammar import CallableTool, call_grammar
 from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
 from engine.text.grammar.lazy import CallGrammar, Triggers
 from service.chat import RenderedChat
+from service.constraint import shapes_answer
 from service.json_text import json_object
 from service.loaded import LoadedModel
+from service.reasoning import reasoning_format, shown_marks, single_tokens
 
 ChatDelta = generation_pb2.ChatDelta
 GenerateRequest = generation_pb2.GenerateRequest
@@ -41,15 +43,16 @@ class ChatOutput:
 class ChatReader:
     """Reads one answer; `echo` is told before it."""
 
-    def __init__(self, parsers: Sequence[tuple[MessageParser, bool]], echo: str) -> None:
+    def __init__(
+        self, parsers: Sequence[tuple[MessageParser, bool]], echo: Sequence[ChatDelta]
+    ) -> None:
         """Begins an answer. Of a parser paired with True only the reasoning counts."""
         self._parsers = parsers
         self._echo = echo
 
     def push(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
         """Returns what a text adds to the message."""
-        deltas = [ChatDelta(content=self._echo)] if self._echo else []
-        self._echo = ""
+        deltas, self._echo = list(self._echo), ()
         for parser, only_reasoning in self._parsers:
             told = parser.push(text) + (parser.finish() if is_last else [])
             deltas += [
@@ -69,7 +72,7 @@ def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel
         NotSupported: A call is required, but how the model writes calls is not known.
     """
     chat_format = model.chat_format
-    tools = _offered(request, chat_format)
+    tools = _offered(request, model)
     constraint = None
     shown: frozenset[int] = frozenset()
     if tools is not None:
@@ -77,29 +80,21 @@ def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel
             request.grammar or request.json_schema
         ):
             raise InvalidField("grammar", "a grammar or schema beside tools")
-        shown = _tokens_of(tools, model)
+        shown = single_tokens((tools.start, tools.end), model)
         constraint = _constraint(request, tools, shown, model)
-    return ChatOutput(constraint, shown, _beginner(request, chat, chat_format, tools))
+    if chat_format.reasoning is not None:
+        shown |= shown_marks(chat_format.reasoning, model)
+    return ChatOutput(constraint, shown, _beginner(request, chat, model, chat_format, tools))
 
 
-def _offered(request: GenerateRequest, chat_format: ChatFormat) -> ToolFormat | None:
-    chat = request.chat
+def _offered(request: GenerateRequest, model: LoadedModel) -> ToolFormat | None:
+    chat, chat_format = request.chat, model.chat_format
     if not chat.tools or chat.tool_choice == common_pb2.TOOL_CHOICE_NONE:
         return None
     is_required = chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
-    if chat_format.tools is None and is_required:
+    if chat_format.tools is None and is_required and model.parses_chat:
         raise NotSupported("required tool calls (how this model's template writes them is unknown)")
     return chat_format.tools
-
-
-def _tokens_of(tools: ToolFormat, model: LoadedModel) -> frozenset[int]:
-    """The marks that are one token each, whose text must be seen."""
-    found: set[int] = set()
-    for mark in (tools.start, tools.end):
-        tokens = model.tokenizer.encode(mark, add_special=False, parse_special=True) if mark else []
-        if len(tokens) == 1 and tokens[0] not in model.tokenizer.eog_tokens:
-            found.add(tokens[0])
-    return frozenset(found)
 
 
 def _constraint(
@@ -128,27 +123,33 @@ def _constraint(
 
 
 def _beginner(
-    request: GenerateRequest, chat: RenderedChat, chat_format: ChatFormat, tools: ToolFormat | None
+    request: GenerateRequest,
+    chat: RenderedChat,
+    model: LoadedModel,
+    chat_format: ChatFormat,
+    tools: ToolFormat | None,
 ) -> Callable[[], ChatReader]:
-    reading = request.reasoning.format
+    reading = reasoning_format(request, model)
     reads_reasoning = reading != generation_pb2.REASONING_FORMAT_NONE
     keeps_reasoning = reading == generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY
-    tags = chat_format.reasoning
-    is_open = tags is not None and chat.text.rstrip().endswith(tags.start)
+    is_shaped = shapes_answer(request, model)
+    echo = [ChatDelta(reasoning=chat.echoed_reasoning)] if chat.echoed_reasoning else []
+    echo += [ChatDelta(content=chat.echo)] if chat.echo else []
 
     def parser(*, reads: bool) -> MessageParser:
         return MessageParser(
             chat_format,
             parses_tools=tools is not None,
             reads_reasoning=reads,
-            begins_in_reasoning=is_open,
+            begins_in_reasoning=bool(chat.thinking),
+            is_shaped=is_shaped,
         )
 
     def begin() -> ChatReader:
         parsers = [(parser(reads=reads_reasoning and not keeps_reasoning), False)]
         if keeps_reasoning:
             parsers.insert(0, (parser(reads=True), True))
-        return ChatReader(parsers, chat.echo)
+        return ChatReader(parsers, echo)
 
     return begin
 

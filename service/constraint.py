@@ -12,16 +12,23 @@ from kvarts.v1 import generation_pb2
 
 from engine.constraint import Constraint
 from engine.errors import InvalidField
+from engine.text.chat_grammar import answer_grammar
 from engine.text.grammar.lazy import LazyGrammar, PatternError, Triggers
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
+from service.chat import RenderedChat
 from service.json_text import parse_json
 from service.loaded import LoadedModel
+from service.reasoning import reasoning_format, shown_marks
 
 GenerateRequest = generation_pb2.GenerateRequest
 
 
-async def read_constraint(request: GenerateRequest, model: LoadedModel) -> Constraint | None:
+async def read_constraint(
+    request: GenerateRequest, model: LoadedModel, chat: RenderedChat | None = None
+) -> Constraint | None:
     """Compiles the constraint of a checked request; None where it has none.
+
+    `chat` is the conversation that it answers; a schema then shapes the answer behind its reasoning.
 
     Raises:
         BadGrammar: The grammar cannot be parsed or is too complex.
@@ -33,7 +40,30 @@ async def read_constraint(request: GenerateRequest, model: LoadedModel) -> Const
         return None
     if kind is None and not model.defaults.grammar:
         return None
+    if chat is not None and shapes_answer(request, model):
+        return await asyncio.to_thread(_compile_answer, request, model, chat)
     return await asyncio.to_thread(_compile, request, model)
+
+
+def shapes_answer(request: GenerateRequest, model: LoadedModel) -> bool:
+    """Whether a schema shapes a chat's message, instead of all its text."""
+    is_schema = request.WhichOneof("constraint") == "json_schema"
+    return is_schema and not request.grammar_lazy and model.parses_chat
+
+
+def _compile_answer(request: GenerateRequest, model: LoadedModel, chat: RenderedChat) -> Constraint:
+    reads = reasoning_format(request, model) != generation_pb2.REASONING_FORMAT_NONE
+    tags = model.chat_format.reasoning if reads else None
+    grammar = answer_grammar(
+        parse_json(request.json_schema, "json_schema"),
+        tags,
+        is_open=bool(chat.thinking),
+        is_strict=not request.lenient_schema,
+    )
+    shown = frozenset(request.preserved_tokens) | (
+        shown_marks(tags, model) if tags else frozenset()
+    )
+    return model.grammars.compile(grammar, shown=shown)
 
 
 def _compile(request: GenerateRequest, model: LoadedModel) -> Constraint:
@@ -51,7 +81,7 @@ def _grammar(request: GenerateRequest, model: LoadedModel) -> str:
             return request.grammar
         case "json_schema":
             schema = parse_json(request.json_schema, "json_schema")
-            return schema_to_gbnf(schema, is_strict=True).grammar
+            return schema_to_gbnf(schema, is_strict=not request.lenient_schema).grammar
         case _:
             return model.defaults.grammar
 

@@ -24,6 +24,7 @@ from engine.types import (
     PoolInfo,
     PoolKind,
     Progress,
+    ReasoningBudget,
     Request,
     Sampler,
     SamplingParams,
@@ -35,6 +36,13 @@ from engine.types import (
 from service.defaults import GenerationDefaults
 
 _RANDOM_SEED = 2**32 - 1
+
+REASONING_FORMATS: Mapping[str, generation_pb2.ReasoningFormat.ValueType] = {
+    "none": generation_pb2.REASONING_FORMAT_NONE,
+    "auto": generation_pb2.REASONING_FORMAT_AUTO,
+    "deepseek": generation_pb2.REASONING_FORMAT_DEEPSEEK,
+    "deepseek-legacy": generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY,
+}
 
 _SAMPLERS: Mapping[Sampler, generation_pb2.Sampler.ValueType] = {
     Sampler.PENALTIES: generation_pb2.SAMPLER_PENALTIES,
@@ -120,6 +128,7 @@ def to_requests(
     deadline_s: float | None,
     tenant: str,
     constraint: Constraint | None = None,
+    reasoning: ReasoningBudget | None = None,
 ) -> tuple[Request, ...]:
     """Builds one engine request per sample, seeds rising by 1 (contract 2.2, `n`).
 
@@ -159,6 +168,7 @@ def to_requests(
         annotation=message.annotation,
         group=request_id,
         constraint=constraint,
+        reasoning=reasoning,
     )
     return tuple(_sample(first, i) for i in range(max(1, message.num_samples)))
 
@@ -320,6 +330,9 @@ def from_defaults(defaults: GenerationDefaults) -> generation_pb2.GenerationSett
     settings = from_settings(request)
     settings.constrained = bool(defaults.grammar)
     settings.grammar = defaults.grammar
+    settings.reasoning.format = REASONING_FORMATS[defaults.reasoning.format]
+    settings.reasoning.budget_tokens = defaults.reasoning.budget_tokens
+    settings.reasoning.budget_message = defaults.reasoning.budget_message
     return settings
 
 

@@ -23,11 +23,25 @@ class EmbeddingDefaults:
 
 
 @dataclass(frozen=True)
+class ReasoningDefaults:
+    """How a model's thinking is shown and limited.
+
+    `format` is one of `none`, `auto`, `deepseek`, `deepseek-legacy`. `budget_tokens` is the limit
+    of each reasoning, -1 none; `budget_message` comes before the tag that then ends it.
+    """
+
+    format: str = "deepseek"
+    budget_tokens: int = -1
+    budget_message: str = ""
+
+
+@dataclass(frozen=True)
 class GenerationDefaults:
     """The server's defaults, in the units and ranges of `engine.types.Request`.
 
-    `grammar` is GBNF, "" for none. `prefill_assistant`: a trailing assistant message is continued. `template_kwargs` are variables
-    of the chat template that a request's own are merged over.
+    `grammar` is GBNF, "" for none. `prefill_assistant`: a trailing assistant message is continued.
+    `template_kwargs` are variables of the chat template that a request's own are merged over.
+    `parses_chat` False leaves reasoning and tool calls in a chat's content.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -41,6 +55,8 @@ class GenerationDefaults:
     grammar: str = ""
     prefill_assistant: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    reasoning: ReasoningDefaults = field(default_factory=ReasoningDefaults)
+    parses_chat: bool = True
 
 
 def with_hints(

@@ -19,6 +19,7 @@ from engine.types import Sampler
 INT32_MAX = 2**31 - 1
 ON_WORDS = frozenset({"on", "enabled", "true", "1"})
 OFF_WORDS = frozenset({"off", "disabled", "false", "0"})
+_AUTO_WORDS = frozenset({"auto", "-1"})
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _LOGIT_BIAS = re.compile(r"\s*([0-9]{1,10})\s*([+-])\s*(\S+)\s*")
 
@@ -145,6 +146,20 @@ def choice(*allowed: str) -> Kind:
         return word
 
     return Kind("{" + ",".join(allowed) + "}", parse)
+
+
+def maybe() -> Kind:
+    """On or off, or `auto`, which is None."""
+
+    def parse(text: str) -> bool | None:
+        if text.lower() in _AUTO_WORDS:
+            return None
+        try:
+            return SWITCH.parse(text)
+        except BadValue:
+            raise BadValue("must be on, off or auto") from None
+
+    return Kind("{on,off,auto}", parse)
 
 
 def comma_list(metavar: str = "A,B") -> Kind:

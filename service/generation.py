@@ -12,7 +12,6 @@ from typing import cast
 import grpc
 from kvarts.v1 import generation_pb2, generation_pb2_grpc
 
-from engine.errors import NotSupported
 from engine.types import Chunk, Event, Finished, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
@@ -21,6 +20,7 @@ from service.constraint import read_constraint
 from service.deadline import CallDeadline
 from service.metrics import Metrics
 from service.prompt import read_prompt
+from service.reasoning import read_budget
 from service.validate import check_generate, limits_of
 
 GenerateRequest = generation_pb2.GenerateRequest
@@ -54,10 +54,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline = CallDeadline.of(context)
         deadline_s = _deadline(context, model.engine.now_s())
         check_generate(request, limits_of(model))
-        _refuse_what_is_missing(request)
         record = telemetry.current()
         prompt = await read_prompt(request, model)
-        constraint = await read_constraint(request, model)
+        constraint = await read_constraint(request, model, prompt.chat)
         output: ChatOutput | None = None
         if prompt.chat is not None:
             output = await asyncio.to_thread(plan_output, request, prompt.chat, model)
@@ -70,6 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             deadline_s=deadline_s,
             tenant=record.tenant,
             constraint=constraint,
+            reasoning=await read_budget(request, prompt.chat, constraint, model),
         )
         if output is not None and output.shown:
             requests = tuple(
@@ -177,14 +177,3 @@ def _deadline(
     # The stub promises a float; a call without a deadline answers None.
     remaining_s = cast("float | None", context.time_remaining())
     return None if remaining_s is None else now_s + remaining_s
-
-
-def _refuse_what_is_missing(request: GenerateRequest) -> None:
-    """Refuses by name what the contract has and this build has not.
-
-    Raises:
-        NotSupported: Names the feature.
-    """
-    reasoning = request.reasoning
-    if reasoning.HasField("budget_tokens") and reasoning.budget_tokens >= 0:
-        raise NotSupported("reasoning budget")

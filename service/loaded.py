@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from engine.engine import Engine
 from engine.slots.store import SlotStore
-from engine.text.chat_format import ChatFormat, find_format
+from engine.text.chat_format import PLAIN, ChatFormat, find_format
 from engine.text.grammar.matcher import GrammarCompiler
 from engine.types import EventSink
 from service.defaults import EmbeddingDefaults, GenerationDefaults
@@ -138,9 +138,16 @@ class LoadedModel:
     slot_store: SlotStore | None = None
     embedding: EmbeddingDefaults | None = None
 
+    @property
+    def parses_chat(self) -> bool:
+        """Whether a chat's answer is told apart into reasoning, content and calls."""
+        return self.defaults.parses_chat and self.has_jinja
+
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model's family writes reasoning and tool calls."""
+        """How the model's family writes reasoning and tool calls, as far as they are read."""
+        if not self.parses_chat:
+            return PLAIN
         return find_format((self.facts.chat_template or "") + self.facts.tool_use_template)
 
     @cached_property

@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from engine.types import EngineConfig, Mirostat, Pooling, SamplingParams
 from service.adapter_options import adapter_dir, with_adapters
-from service.defaults import GenerationDefaults
+from service.defaults import GenerationDefaults, ReasoningDefaults
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
 from service.json_text import parse_json
@@ -28,6 +28,7 @@ _DEFAULT_SLOTS = 4
 _VERBOSE = 10
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_SHOWN = 80
+_MAX_MESSAGE_BYTES = 4096
 
 _SAMPLING_FIELDS = frozenset(entry.name for entry in fields(SamplingParams))
 
@@ -322,7 +323,16 @@ def _generation_defaults(parsed: Parsed, sampling: Mapping[str, Any]) -> Generat
         prefill_assistant=parsed["prefill_assistant"],
         template_kwargs=_template_kwargs(parsed),
         grammar=_grammar(parsed),
+        reasoning=_reasoning(parsed),
+        parses_chat=not parsed["skips_chat_parsing"],
     )
+
+
+def _reasoning(parsed: Parsed) -> ReasoningDefaults:
+    message = cast("str", parsed["reasoning_budget_message"])
+    if len(message.encode()) > _MAX_MESSAGE_BYTES:
+        raise FlagError(f"--reasoning-budget-message: more than {_MAX_MESSAGE_BYTES} bytes")
+    return ReasoningDefaults(parsed["reasoning_format"], parsed["reasoning_budget"], message)
 
 
 _GRAMMAR_FLAGS = ("grammar", "grammar_file", "json_schema", "json_schema_file")
@@ -348,7 +358,12 @@ def _grammar(parsed: Parsed) -> str:
 
 
 def _template_kwargs(parsed: Parsed) -> dict[str, Any]:
-    return {"preserve_reasoning": parsed["preserve_reasoning"], **parsed["chat_template_kwargs"]}
+    kwargs: dict[str, Any] = {"preserve_reasoning": parsed["preserve_reasoning"]}
+    if parsed["thinks"] is not None:
+        kwargs["enable_thinking"] = parsed["thinks"]
+    if parsed["reasoning_effort"] != "default":
+        kwargs["reasoning_effort"] = parsed["reasoning_effort"]
+    return kwargs | parsed["chat_template_kwargs"]
 
 
 def _unescaped(parsed: Parsed, texts: list[str] | tuple[str, ...], flag: str) -> tuple[str, ...]:

@@ -47,7 +47,9 @@ async def render(chat: common_pb2.ChatPrompt, model: LoadedModel) -> RenderedCha
     Raises:
         EngineError: As `render_chat`.
     """
-    return await asyncio.to_thread(render_chat, chat, model.template, model.defaults, "chat")
+    return await asyncio.to_thread(
+        render_chat, chat, model.template, model.defaults, "chat", model.chat_format.reasoning
+    )
 
 
 async def encode(

@@ -284,6 +284,14 @@ def _check_constraint(faults: Faults, request: generation_pb2.GenerateRequest) -
         may_be_unset=True,
     )
     faults.number("reasoning.budget_tokens", reasoning.budget_tokens, low=-1, high=MAX_INT32)
+    texts = {"start_tag": reasoning.start_tag, "budget_message": reasoning.budget_message}
+    faults.size("reasoning.end_tags", len(reasoning.end_tags), MAX_STOPS, "texts")
+    for i, tag in enumerate(reasoning.end_tags[:MAX_STOPS]):
+        texts[f"end_tags[{i}]"] = tag
+        if not tag:
+            faults.add(f"reasoning.end_tags[{i}]", "empty")
+    for name, text in texts.items():
+        faults.size(f"reasoning.{name}", len(text.encode()), MAX_STOP_BYTES, "bytes")
 
 
 def _check_tools(faults: Faults, field: str, chat: common_pb2.ChatPrompt) -> None:

@@ -30,12 +30,13 @@ from engine.sampling.probabilities import (
     post_chain_probabilities,
     raw_probabilities,
 )
+from engine.sampling.reasoning import ReasoningState
 from engine.sampling.stage import Edit, Listener, Pick, Stage
 from engine.sampling.temperature import Temperature
 from engine.sampling.truncation import MinP, TopK
 from engine.sampling.vocab import SamplerVocab
 from engine.step import IntArray, RowLogits
-from engine.types import SamplingParams
+from engine.types import ReasoningBudget, SamplingParams
 
 
 class Chain:
@@ -50,6 +51,7 @@ class Chain:
         seed: int,
         ignore_eos: bool = False,
         constraint: ConstraintState | None = None,
+        reasoning: ReasoningBudget | None = None,
     ) -> None:
         """Builds the chain.
 
@@ -61,6 +63,7 @@ class Chain:
             ignore_eos: Forbids every token that ends a generation, except where nothing else may
                 follow.
             constraint: Which tokens may follow; the chain moves it on.
+            reasoning: How long the model may think.
 
         Raises:
             InvalidField: A parameter that no chain can be built from.
@@ -83,6 +86,8 @@ class Chain:
         self._constraint = constraint
         self._end_tokens = vocab.eog_tokens
         self._piece = vocab.word
+        self._reasoning = ReasoningState(reasoning, vocab.piece) if reasoning else None
+        self._holds_constraint = reasoning is not None and reasoning.holds_constraint
         self._last: tuple[RowLogits, Pick] | None = None
 
     def sample(self, row: RowLogits) -> int:
@@ -95,17 +100,18 @@ class Chain:
             GrammarDeadEnd: No token can continue what the constraint allows.
             EngineError: The constraint's state fails on the token.
         """
-        short = self._greedy.pick(row) if self._greedy else None
-        if short is not None and self._constraint is None:
+        seen = self._seen(row)
+        short = self._greedy.pick(seen) if self._greedy else None
+        if short is not None and self._constraint is None and self._reasoning is None:
             self._last = row, short
             return short.token_id
         # Forbidding every token, or a temperature near 0, leaves infinities and NaN that the
         # samplers treat as C does; they are no reason for a warning.
         with np.errstate(all="ignore"):
-            pick = short or self._draw(row)
-            if self._constraint is not None:
-                pick = self._constrained(self._constraint, row, pick)
-                self._constraint.accept(pick.token_id)
+            pick = short or self._draw(seen)
+            if self._constraint is not None and not self._is_held:
+                pick = self._constrained(self._constraint, seen, pick)
+            self._move_on(pick.token_id)
             for listener in self._listeners:
                 listener.accept(pick.token_id)
         self._last = row, pick
@@ -130,6 +136,25 @@ class Chain:
         if post_chain:
             return post_chain_probabilities(pick, n)
         return raw_probabilities(row, pick.token_id, n)
+
+    def _seen(self, row: RowLogits) -> RowLogits:
+        """The row as samplers see it: where reasoning must end, only what ends it."""
+        forced = self._reasoning.forced_token if self._reasoning else None
+        return row if forced is None else MaskedRow.of_one(row, forced)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the constraint waits for the end of reasoning."""
+        return self._holds_constraint and self._reasoning is not None and self._reasoning.is_inside
+
+    def _move_on(self, token_id: int) -> None:
+        is_held = self._is_held
+        closed = self._reasoning.accept(token_id) if self._reasoning else ()
+        if self._constraint is None:
+            return
+        # What closed reasoning may be what the constraint waits for.
+        for accepted in closed if is_held else (token_id,):
+            self._constraint.accept(accepted)
 
     def _constrained(self, constraint: ConstraintState, row: RowLogits, pick: Pick) -> Pick:
         """Returns the pick if it may follow, else one that is drawn again among those that may.

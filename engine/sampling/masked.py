@@ -23,6 +23,13 @@ class MaskedRow:
         self._row = row
         self._mask = mask
 
+    @classmethod
+    def of_one(cls, row: RowLogits, token_id: int) -> MaskedRow:
+        """Rules out every token but one."""
+        mask = np.zeros(row.vocab_size, np.bool_)
+        mask[token_id] = True
+        return cls(row, mask)
+
     @property
     def vocab_size(self) -> int:
         """Number of logits."""

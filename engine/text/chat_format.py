@@ -48,6 +48,9 @@ class ChatFormat:
 
 THINK = ReasoningTags("<think>", "</think>")
 
+# Nothing is told apart.
+PLAIN = ChatFormat("content")
+
 # The more particular come first.
 FAMILIES: tuple[ChatFormat, ...] = (
     ChatFormat(
@@ -104,7 +107,7 @@ def find_format(template: str) -> ChatFormat:
     """
     found = next(
         (family for family in FAMILIES if all(mark in template for mark in family.marks)),
-        ChatFormat("content"),
+        PLAIN,
     )
     if found.reasoning is None and THINK.end in template:
         return ChatFormat(found.name, found.marks, found.tools, THINK)

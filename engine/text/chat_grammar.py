@@ -1,6 +1,6 @@
-"""The grammar of a family's tool calls, from the mark that opens them on.
+"""The grammars of a family's messages: tool calls from their mark on, and answers to a schema.
 
-Source: llama.cpp `standard_json_tools` and `build_tool_parser_tag_json`.
+Source: llama.cpp `standard_json_tools`, `build_tool_parser_tag_json` and `build_parser`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.chat_format import ToolFormat
+from engine.errors import BadSchema
+from engine.text.answer_reader import FENCE, FENCE_END
+from engine.text.chat_format import ReasoningTags, ToolFormat
 from engine.text.grammar.schema_gbnf import SchemaWriter
 from engine.text.grammar.schema_reader import read_schema
-from engine.text.grammar.schema_rules import Rules, constant, literal
+from engine.text.grammar.schema_rules import Rules, class_char, constant, literal
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,60 @@ def _call(tools: ToolFormat, tool: CallableTool, rules: Rules, name: str) -> str
     head = f'{constant(tools.name_key)} space ":" space {constant(tool.name)} space'
     tail = f'{constant(tools.arguments_key)} space ":" space {arguments}'
     return rules.add(name, f'"{{" space {head} "," space {tail} space{call_id} "}}"')
+
+
+def answer_grammar(
+    schema: Any, reasoning: ReasoningTags | None, *, is_open: bool, is_strict: bool
+) -> str:
+    """Returns GBNF of a whole answer: reasoning or none, then what a schema allows, fenced or not.
+
+    Args:
+        schema: What its JSON text holds.
+        reasoning: The texts around reasoning; None allows none.
+        is_open: The prompt has opened the reasoning.
+        is_strict: Refuses keywords that are not honoured.
+
+    Raises:
+        BadSchema: The schema is malformed, too large, or not honoured; names path and keyword.
+    """
+    rules = Rules()
+    writer = SchemaWriter(read_schema(schema), rules, prefix="answer-")
+    answer = writer.add(writer.root, "answer")
+    if is_strict and writer.ignored:
+        first = writer.ignored[0]
+        raise BadSchema(first.path, f"{first.keyword} cannot be honoured")
+    fenced = f"{literal(FENCE)} space {answer} space {literal(FENCE_END)}"
+    thinking = _thinking(reasoning, rules, is_open=is_open) if reasoning else ""
+    rules.add("root", f"{thinking}space ({fenced} | {answer} space)")
+    return rules.write()
+
+
+def _thinking(reasoning: ReasoningTags, rules: Rules, *, is_open: bool) -> str:
+    inside = _until(reasoning.end, rules)
+    if is_open:
+        return f"{inside} "
+    return f"(space {literal(reasoning.start)} {inside})? "
+
+
+def _until(mark: str, rules: Rules) -> str:
+    """Adds what matches any text up to the first `mark`, and the mark.
+
+    A rule per number of characters of the mark that the text ends in (Knuth, Morris and Pratt).
+    """
+    name = "thinking"
+    for matched in range(len(mark)):
+        ways: dict[int, list[str]] = {}
+        chars = sorted(set(mark))
+        for char in chars:
+            ways.setdefault(_matched(mark, mark[:matched] + char), []).append(char)
+        others = "".join(class_char(ord(char)) for char in chars)
+        steps = [f"[^{others}] {name}-0"]
+        for then, with_chars in ways.items():
+            one_of = "".join(class_char(ord(char)) for char in with_chars)
+            steps.append(f"[{one_of}]" + ("" if then == len(mark) else f" {name}-{then}"))
+        rules.add(f"{name}-{matched}", " | ".join(steps))
+    return f"{name}-0"
+
+
+def _matched(mark: str, text: str) -> int:
+    return next(n for n in range(min(len(mark), len(text)), -1, -1) if text.endswith(mark[:n]))

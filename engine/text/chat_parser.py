@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from engine.text.answer_reader import AnswerReader
 from engine.text.call_reader import CallPiece, CallReader
 from engine.text.chat_format import ChatFormat
 
@@ -52,6 +53,7 @@ class MessageParser:
         parses_tools: bool,
         reads_reasoning: bool,
         begins_in_reasoning: bool = False,
+        is_shaped: bool = False,
     ) -> None:
         """Begins a message.
 
@@ -60,6 +62,7 @@ class MessageParser:
             parses_tools: Looks for tool calls.
             reads_reasoning: Tells reasoning from content.
             begins_in_reasoning: The prompt has opened the reasoning.
+            is_shaped: A schema shapes the answer, which may stand in a fence; there are no calls.
         """
         self._tools = chat_format.tools if parses_tools else None
         self._reasoning = chat_format.reasoning if reads_reasoning else None
@@ -69,6 +72,7 @@ class MessageParser:
         self._held = ""
         self._is_trimming = False
         self._calls = CallReader(self._tools) if self._tools else None
+        self._answer = AnswerReader() if is_shaped else None
 
     def push(self, text: str) -> list[Delta]:
         """Takes text and returns what it added."""
@@ -127,7 +131,10 @@ class MessageParser:
         if self._is_trimming:
             self._held = self._held.lstrip()
             self._is_trimming = not self._held
-        if self._tools is None:
+        if self._answer is not None:
+            text, self._held = self._answer.push(self._held), ""
+            found = _Found(text + self._answer.finish() if is_last else text, is_complete=False)
+        elif self._tools is None:
             found = _Found(self._held, is_complete=False)
             self._held = ""
         elif self._tools.start:

@@ -10,6 +10,7 @@ from service.flag_table.deferred import DEFERRED
 from service.flag_table.embedding import EMBEDDING
 from service.flag_table.ignored import IGNORED
 from service.flag_table.model import CONTEXT, MODEL, REQUEST
+from service.flag_table.reasoning import REASONING
 from service.flag_table.refused import REFUSED
 from service.flag_table.sampling import SAMPLING
 from service.flag_table.serving import ACCESS, GRPC, HTTP, LOGS, VARIABLES
@@ -23,6 +24,7 @@ FLAGS = (
     *SAMPLING,
     *GRPC,
     *HTTP,
+    *REASONING,
     *ACCESS,
     *LOGS,
     *IGNORED,

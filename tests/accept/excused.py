@@ -32,7 +32,6 @@ class Excuse:
 # How much of the prompt was cached, and in which slot the peer kept it.
 _REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
 
-_CHAT_SCHEMA = Excuse("needs the grammar of a chat's format")
 # The peer moves prompts between slots and its host cache, which changes the order of their use.
 _OTHER_SLOT = Excuse("differs on purpose: slots keep what they hold", frozenset({"id_slot"}))
 _SHARED_SHIFT = Excuse("differs on purpose: samples that share a prompt are shifted too")
@@ -73,10 +72,6 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         **_each(_ADAPTER_SLOT, "one of them", "server set, changed"),
     },
     "embeddings_mean": {"completion on the same server": _NOTHING_KEPT},
-    "openai_chat": {
-        "json object": _CHAT_SCHEMA,
-        "json schema": _CHAT_SCHEMA,
-    },
     "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
     "responses": {"stream": _OTHER_SLOT},
     "slots": {

@@ -240,10 +240,6 @@ UNSUPPORTED = [
         ),
         "required tool calls (how this model's template writes them is unknown)",
     ),
-    (
-        GenerateRequest(text="x", reasoning=generation_pb2.ReasoningParams(budget_tokens=0)),
-        "reasoning budget",
-    ),
 ]
 
 

@@ -303,6 +303,12 @@ class FakeService(
             prompt=prompt, prompt_tokens=len(encode(prompt)) + 1
         )
 
+    async def ConvertJsonSchema(
+        self, request: Any, context: Any
+    ) -> tokenization_pb2.ConvertJsonSchemaResponse:
+        del request, context
+        return tokenization_pb2.ConvertJsonSchemaResponse(grammar='root ::= "{}"')
+
     async def _take_model_call(self, name: str, context: Any) -> None:
         self.model_calls.put_nowait(name)
         refusal = self.refusals.get(name)

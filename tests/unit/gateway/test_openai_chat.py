@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -225,7 +226,7 @@ def test_messages_in_every_form():
 def test_prefill_of_parts_is_joined_by_blank_lines():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     read = read_chat_body({"messages": [USER, {"role": "assistant", "content": parts}]}, SERVER)
-    assert read.prefill == "a\n\nb"
+    assert read.prefill == (generation_pb2.ChatDelta(content="a\n\nb"),)
     assert read.chat.final_message == common_pb2.FINAL_MESSAGE_CONTINUED
     assert read.chat.add_generation_prompt is False
 
@@ -240,6 +241,49 @@ def test_template_variables_are_merged():
     chat = read_chat_body(body, server).chat
     assert chat.template_kwargs_json == '{"a":1,"b":3,"enable_thinking":false}'
     assert chat.reasoning_effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("members", "limit"),
+    [
+        ({}, -1),
+        ({"reasoning_budget_tokens": 5, "thinking_budget_tokens": 6}, 5),
+        ({"thinking_budget_tokens": 6}, 6),
+        ({"thinking_budget_tokens": "6"}, -1),
+    ],
+)
+def test_the_limit_of_thinking_has_two_names(members: dict[str, Any], limit: int):
+    read = read_chat_body({"messages": [USER]} | members, SERVER)
+    assert read.fields["reasoning_budget_tokens"] == limit
+
+
+async def test_thinking_and_schema_reach_the_service(
+    client: httpx.AsyncClient, service: FakeService
+):
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    await chat(
+        client,
+        USER,
+        thinking_budget_tokens=6,
+        reasoning_budget_message="Enough.",
+        response_format={"type": "json_object", "schema": schema},
+    )
+    asked = service.generated[-1]
+    assert (asked.reasoning.budget_tokens, asked.reasoning.budget_message) == (6, "Enough.")
+    assert json.loads(asked.json_schema) == schema
+    assert asked.lenient_schema
+
+
+async def test_continued_reasoning_is_part_of_the_answer(
+    client: httpx.AsyncClient, service: FakeService
+):
+    service.script = message_script(
+        generation_pb2.ChatDelta(reasoning=", so"), generation_pb2.ChatDelta(content="Yes.")
+    )
+    held = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    answer = await chat(client, USER, held)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm, so", "Yes.")
 
 
 def test_response_formats_become_a_schema():

@@ -7,6 +7,7 @@ import pytest
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
+from engine.text.chat_format import ReasoningTags
 from service.chat import render_chat
 from service.defaults import GenerationDefaults
 from service.json_text import json_object
@@ -79,6 +80,8 @@ def test_a_tool_without_a_schema_takes_any_object() -> None:
 
 CLOSED = common_pb2.FINAL_MESSAGE_CLOSED
 CONTINUED = common_pb2.FINAL_MESSAGE_CONTINUED
+REASONING = common_pb2.FINAL_MESSAGE_CONTINUED_REASONING
+CONTENT = common_pb2.FINAL_MESSAGE_CONTINUED_CONTENT
 
 
 def test_a_trailing_assistant_message_stays_open_by_default() -> None:
@@ -131,7 +134,82 @@ def test_what_cannot_be_continued(messages: list[common_pb2.ChatMessage], field:
     assert caught.value.field == field
 
 
-def test_reasoning_cannot_be_continued_yet() -> None:
+class Thinker:
+    """Writes turns as Qwen3 does."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        del tools
+        text = "".join(
+            f"{one['role']}:"
+            + (f"<t>\n{one['reasoning_content']}\n</t>\n\n" if "reasoning_content" in one else "")
+            + f"{one['content']};"
+            for one in messages
+        )
+        if not add_generation_prompt:
+            return text
+        return (
+            text
+            + {None: "A:", True: "A:<t>\n", False: "A:<t>\n\n</t>\n\n"}[
+                (extra or {}).get("enable_thinking")
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    ("held", "final", "kwargs", "expected", "thinking"),
+    [
+        (("", "hm"), CONTINUED, "", "<t>\nhm", "<t>\nhm"),
+        (("", "hm"), CONTINUED, '{"enable_thinking":true}', "<t>\nhm", "<t>\nhm"),
+        (("", "hm"), CONTINUED, '{"enable_thinking":false}', "<t>\nhm", "<t>\nhm"),
+        (("so", "hm"), CONTINUED, "", "<t>\nhm\n</t>\n\nso", ""),
+        (("so", ""), CONTINUED, "", "<t>\n\n</t>\n\nso", ""),
+        (("so", "hm"), REASONING, "", "<t>\nhm", "<t>\nhm"),
+        (("", "hm"), CONTENT, "", "<t>\nhm\n</t>\n\n", ""),
+    ],
+)
+def test_a_turn_goes_on_in_its_reasoning_or_behind_it(
+    held: tuple[str, str],
+    final: common_pb2.FinalMessage.ValueType,
+    kwargs: str,
+    expected: str,
+    thinking: str,
+) -> None:
+    content, reasoning = held
+    chat = common_pb2.ChatPrompt(
+        messages=[message("user", "<t>"), message("assistant", content, reasoning=reasoning)],
+        final_message=final,
+        echo_final_message=True,
+        template_kwargs_json=kwargs,
+    )
+    rendered = render_chat(
+        chat, Thinker(), GenerationDefaults(), "chat", ReasoningTags("<t>", "</t>")
+    )
+    assert rendered.text == f"user:<t>;A:{expected}"
+    assert rendered.thinking == thinking
+    assert rendered.echoed_reasoning == reasoning
+    assert rendered.echo == ("" if thinking else content)
+
+
+def test_a_prompt_tells_whether_it_opened_reasoning() -> None:
+    tags = ReasoningTags("<t>", "</t>")
+    chats = [
+        common_pb2.ChatPrompt(messages=[message("user", "x")], template_kwargs_json=kwargs)
+        for kwargs in ("", '{"enable_thinking":true}', '{"enable_thinking":false}')
+    ]
+    found = [
+        render_chat(chat, Thinker(), GenerationDefaults(), "c", tags).thinking for chat in chats
+    ]
+    assert found == ["", "<t>\n", ""]
+
+
+def test_reasoning_of_a_model_that_does_not_think_cannot_be_continued() -> None:
     with pytest.raises(NotSupported):
         render(message("assistant", "a", reasoning="hm"))
     with pytest.raises(NotSupported):

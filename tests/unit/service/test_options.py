@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvarts.v1.generation_pb2 import GenerateRequest
@@ -8,6 +9,7 @@ from kvarts.v1.generation_pb2 import GenerateRequest
 from engine.types import Mirostat, Sampler, SamplingParams
 from gateway.options import GatewayOptions, decode_options
 from service.convert import from_sampling
+from service.defaults import ReasoningDefaults
 from service.flag_table import FLAGS
 from service.flag_table.sampling import SAMPLING
 from service.flags import FlagError, parse
@@ -187,6 +189,34 @@ def test_a_template_is_tried_before_a_model_is_loaded(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(FlagError, match=r"--chat-template-file '{% if %}': chat template: "):
         _service("--chat-template-file", str(file))
+
+
+def test_reasoning_flags() -> None:
+    words = ["--reasoning-format", "none", "--reasoning-budget", "7", "--skip-chat-parsing"]
+    defaults = _service(*words, "--reasoning-budget-message", "Enough.").defaults
+    assert defaults.reasoning == ReasoningDefaults("none", 7, "Enough.")
+    assert not defaults.parses_chat
+    plain = _service().defaults
+    assert (plain.reasoning, plain.parses_chat) == (ReasoningDefaults(), True)
+    with pytest.raises(FlagError, match="--reasoning-budget-message: more than 4096 bytes"):
+        _service("--reasoning-budget-message", "x" * 4097)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--reasoning on --reasoning-effort high",
+            {"enable_thinking": True, "reasoning_effort": "high"},
+        ),
+        ("-rea 0 --reasoning-effort default", {"enable_thinking": False}),
+        ("-rea auto", {}),
+        ('-rea on --chat-template-kwargs {"enable_thinking":false}', {"enable_thinking": False}),
+    ],
+)
+def test_thinking_is_a_template_variable(words: str, expected: dict[str, Any]) -> None:
+    kwargs = _gateway(*words.split()).chat_template_kwargs
+    assert kwargs == {"preserve_reasoning": True} | expected
 
 
 def test_template_variables_reach_both_halves() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import BadSchema
 from engine.text.call_reader import CallPiece
 from engine.text.chat_format import FAMILIES, THINK, ChatFormat, find_format
-from engine.text.chat_grammar import CallableTool, call_grammar
+from engine.text.chat_grammar import CallableTool, answer_grammar, call_grammar
 from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
 from tests.unit.engine.text.grammar.spelling import compiled, matches
 
@@ -42,6 +43,7 @@ def parse(chat_format: ChatFormat, *pieces: str, **options: Any) -> Message:
 
 
 CALL = '{"city": "Pa\\"}</tool_call>ris", "n": [1, {}]}'
+SHAPED = {"parses_tools": False, "is_shaped": True}
 CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
     (BY_NAME["hermes"], "Hello <there>\n", {}, ("Hello <there>\n", "", [])),
     (
@@ -106,6 +108,11 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
         ("", "", [("f", '{"x": {}}')]),
     ),
     (BY_NAME["llama-3"], 'text {"name"', {}, ('text {"name"', "", [])),
+    (THINKING_HERMES, '\n```json\n{"a": "```"}\n```\n', SHAPED, ('{"a": "```"}', "", [])),
+    (THINKING_HERMES, ' {"a": "`` "} ', SHAPED, ('{"a": "`` "}', "", [])),
+    (THINKING_HERMES, "<think>x</think>\n```json 1 ```", SHAPED, ("1", "x", [])),
+    (THINKING_HERMES, '```json\n{"a": "b`', SHAPED, ('{"a": "b', "", [])),
+    (THINKING_HERMES, "```js", SHAPED, ("```js", "", [])),
 ]
 
 
@@ -187,6 +194,40 @@ def test_what_a_familys_grammar_allows_its_parser_reads(family: ChatFormat):
     assert matches(grammar, text)
     assert not matches(grammar, text.replace("7", '"7"'))
     assert parse(family, text) == ("", "", [("w", arguments)])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "fits"),
+    [
+        ('{"n":7}', False, True),
+        ('```json\n{"n": 7}\n```', False, True),
+        ("```json\n{}\n```", False, False),
+        ('{"n":7} and more', False, False),
+        ('<think>hm < </ </thin</think>\n{"n":7}', False, True),
+        ('<think>hm</think>{"n":"7"}', False, False),
+        ('hm</think>{"n":7}', True, True),
+        ('</</think>{"n":7}', True, True),
+        ('{"n":7}', True, False),
+        ('hm{"n":7}', False, False),
+    ],
+)
+def test_what_a_shaped_answer_may_be(text: str, is_open: bool, fits: bool):
+    schema = TOOLS[0].parameters
+    grammar = answer_grammar(schema, THINK, is_open=is_open, is_strict=True)
+    assert matches(compiled(grammar), text) == fits
+
+
+def test_a_shaped_answer_without_reasoning_begins_at_once():
+    grammar = answer_grammar(TOOLS[0].parameters, None, is_open=False, is_strict=True)
+    assert matches(compiled(grammar), '{"n":7}')
+    assert not matches(compiled(grammar), '<think></think>{"n":7}')
+
+
+def test_a_keyword_without_a_grammar_is_passed_over_only_if_asked():
+    schema = {"properties": {"a": {"not": {}}}}
+    answer_grammar(schema, None, is_open=False, is_strict=False)
+    with pytest.raises(BadSchema, match="not cannot be honoured"):
+        answer_grammar(schema, None, is_open=False, is_strict=True)
 
 
 def test_one_call_or_several():
