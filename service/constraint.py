@@ -60,9 +60,9 @@ def _compile_answer(request: GenerateRequest, model: LoadedModel, chat: Rendered
         is_open=bool(chat.thinking),
         is_strict=not request.lenient_schema,
     )
-    shown = frozenset(request.preserved_tokens) | (
-        shown_marks(tags, model) if tags else frozenset()
-    )
+    shown = frozenset(request.preserved_tokens)
+    if tags is not None:
+        shown |= shown_marks(tags, model)
     return model.grammars.compile(grammar, shown=shown)
 
 

@@ -268,7 +268,7 @@ async def test_thinking_and_schema_reach_the_service(
         reasoning_budget_message="Enough.",
         response_format={"type": "json_object", "schema": schema},
     )
-    asked = service.generated[-1]
+    asked = service.calls[-1].request
     assert (asked.reasoning.budget_tokens, asked.reasoning.budget_message) == (6, "Enough.")
     assert json.loads(asked.json_schema) == schema
     assert asked.lenient_schema
