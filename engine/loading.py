@@ -21,6 +21,7 @@ from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.desk import AdapterSetup
 from engine.adapters.start import capacity_for, read_start_adapters
 from engine.compile_cache import enable_compile_cache
+from engine.devices import choose_device
 from engine.engine import Engine, EngineParts
 from engine.errors import InvalidField, UnsupportedModel
 from engine.gguf.facts import FileFacts, read_facts
@@ -103,12 +104,13 @@ def load_engine(
     Raises:
         ModelFileError: The file is damaged.
         UnsupportedModel: The model, or its tokenizer, is not one that this build runs.
-        InvalidField: A size of `config` is out of range, or its kernels cannot be had.
+        InvalidField: A size of `config` is out of range, or its device or kernels cannot be had.
         EngineError: An adapter of `config` cannot be attached; the message names file and tensor.
     """
     report = progress or _ignore
     if config.threads is not None:
         limit_threads(config.threads)
+    choose_device(config.device)
     is_native = choose_kernels(config.kernels)
     if config.compile_cache:
         _keep_programs(config.compile_cache)

@@ -494,11 +494,12 @@ class EngineConfig:
     host memory for prefixes that lost their place on the device (None: unlimited, 0: off).
     `context_shift`: a full context loses tokens in its middle and the request goes on, instead of
     ending. Of a model with experts `moe_cache_slots` are in memory (None: all), and with
-    `prefill_overlap` prompts read the next layer's ahead. `kernels` is "native", "xla", or "auto":
-    native where it was built and the device is a CPU. `adapters` are loaded at start, in this order; `max_adapters` None
-    is as many as those, `max_adapter_rank` None the greatest of theirs. `compile_cache`
-    and `identity_cache` are folders for compiled programs and for hashes of weights; None keeps
-    none.
+    `prefill_overlap` prompts read the next layer's ahead. `device` is "cpu", "gpu",
+    "metal", or "auto": a GPU if there is one. `kernels` is "native", "xla", or "auto": native where
+    it was built and the device is a CPU. `adapters` are loaded at start, in this order;
+    `max_adapters` None is as many as those, `max_adapter_rank` None the greatest of theirs.
+    `compile_cache` and `identity_cache` are folders for compiled programs and for hashes of
+    weights; None keeps none.
     """
 
     context_tokens: int
@@ -520,6 +521,7 @@ class EngineConfig:
     queue_requests: int = 256
     queue_bytes: int = 64 << 20
     threads: int | None = None
+    device: str = "auto"
     kernels: str = "auto"
     compile_cache: str | None = None
     identity_cache: str | None = None

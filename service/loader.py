@@ -52,11 +52,9 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
         service.fetch.errors.FetchError: It cannot be had.
         ModelFileError: The file is damaged.
         UnsupportedModel: This build does not run it.
-        InvalidField: A size of the layout is out of range.
+        InvalidField: A size of the layout is out of range, or the device is not there.
         TemplateError: The model's chat template is none.
     """
-    if options.device == "cpu":
-        jax.config.update("jax_platforms", "cpu")
     path = resolve_model(options.model, say=_LOG.info, progress=ProgressLine(sys.stderr))
     _LOG.info("loading %s", path)
     loaded = load_engine(

@@ -91,7 +91,6 @@ class ServiceOptions:
         slot_save_path: existing folder for slot files; None keeps them off.
         slot_autosave: slots are saved there at a stop and restored after a start.
         adapter_dir: existing folder of adapters that may be loaded later; None loads none.
-        device: `auto` or `cpu`.
         pre_override: pre-tokenizer instead of the file's.
         chat_template: Jinja source, or a built-in format's name, instead of the file's template.
         use_jinja: templates are run; else built-in formats only.
@@ -118,7 +117,6 @@ class ServiceOptions:
     slot_save_path: str | None = None
     slot_autosave: bool = False
     adapter_dir: str | None = None
-    device: str = "auto"
     pre_override: str | None = None
     chat_template: str | None = None
     use_jinja: bool = True
@@ -153,7 +151,6 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         slot_save_path=_slot_save_path(parsed),
         slot_autosave=_slot_autosave(parsed),
         adapter_dir=adapter_dir(parsed),
-        device="auto" if parsed["device"] == "auto" else "cpu",
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),
         use_jinja=parsed["use_jinja"],
@@ -282,6 +279,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         mamba_slots=parsed["mamba_slots"],
         moe_cache_slots=parsed["moe_cache_slots"],
         prefill_overlap=parsed["prefill_overlap"],
+        device="cpu" if parsed["device"] == "none" else parsed["device"],
         kernels=parsed["kernels"],
         embeds=parsed["embeds"],
         slot_similarity=parsed["slot_similarity"],

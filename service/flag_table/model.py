@@ -95,9 +95,10 @@ MODEL = (
     ),
     Flag(
         ("-dev", "--device"),
-        choice("auto", "cpu", "none"),
+        choice("auto", "cpu", "gpu", "metal", "none"),
         "device",
-        "what runs the model; none is cpu",
+        "what runs the model: auto is a GPU if there is one (extra cuda), else the CPU; metal "
+        "(extra metal) is experimental; none is cpu",
         default="auto",
         variable="LLAMA_ARG_DEVICE",
         scope=Scope.SERVICE,

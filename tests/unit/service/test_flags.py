@@ -195,7 +195,7 @@ def test_underscores_are_hyphens_in_long_names() -> None:
         (["--logit-bias", "15043"], "must be TOKEN_ID followed by"),
         (["--chat-template-kwargs", "[]"], "must be a JSON object"),
         (["--chat-template-kwargs", "[" * 100_000], "must be a JSON object"),
-        (["--device", "CUDA0"], "must be one of auto, cpu, none"),
+        (["--device", "CUDA0"], "must be one of auto, cpu, gpu, metal, none"),
         (["--lora-scaled", "a.gguf"], "--lora-scaled 'a.gguf': 'a.gguf' must be FNAME:SCALE"),
         (["--lora-scaled", "a:1,b:x"], "'b:x' must be FNAME:SCALE with a finite number"),
         (["--lora-scaled", "a:nan"], "'a:nan' must be FNAME:SCALE"),
