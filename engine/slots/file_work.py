@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ from engine.step import PageContent, PageRead
 
 # Pieces asked for ahead: while one is hashed and written, others are gathered.
 _AHEAD = 3
+# Threads that read and hash pieces of one file: two keep one another's waits for memory short.
+_READERS = 2
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -133,14 +135,15 @@ def restore(
                 _check_stop(is_stopped)
                 slot.read(piece)
             target.reserve(slot, may_evict=True).result()
-        filling: deque[Future[None]] = deque()
-        for piece in slot.pieces:
-            _check_stop(is_stopped)
-            filling.append(target.fill(piece, slot.read(piece)))
-            if len(filling) > _AHEAD:
-                filling.popleft().result()
-        for filled in filling:
-            filled.result()
+        with ThreadPoolExecutor(_READERS, "slot-read") as readers:
+            filling: deque[Future[None]] = deque()
+            for piece, content in _ahead(slot.pieces, lambda p: readers.submit(slot.read, p)):
+                _check_stop(is_stopped)
+                filling.append(target.fill(piece, content))
+                if len(filling) > _AHEAD:
+                    filling.popleft().result()
+            for filled in filling:
+                filled.result()
         return slot
 
 

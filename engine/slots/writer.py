@@ -1,6 +1,7 @@
-"""Writes a slot file piece by piece: no more of the state is in memory than the piece at hand.
+"""Writes a slot file piece by piece: no more of the state is in memory than the pieces at hand.
 
-Knows arrays and a folder, neither slots nor a device.
+While one piece is hashed the one before it is written, by a thread that is this file's alone; now
+and then that thread has the disk catch up, so that little is left for the end. Knows arrays and a folder, neither slots nor a device.
 
 Example:
     with SlotWriter.open(folder, "a.slot", manifest, tokens) as writer:
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,8 @@ from engine.slots.manifest import TOKENS, Manifest, encode_header
 from engine.slots.sequence_head import pack_head
 from engine.slots.state_layout import Piece
 from engine.step import PageContent
+
+_SYNC_BYTES = 32 << 20
 
 
 class SlotWriter:
@@ -39,6 +43,9 @@ class SlotWriter:
         self._digests: dict[str, str] = {}
         self._header_at = 0
         self._size_bytes = 0
+        self._unsynced_bytes = 0
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "slot-write")
 
     @classmethod
     @contextlib.contextmanager
@@ -52,8 +59,10 @@ class SlotWriter:
         """
         with folder.create(filename) as temporary:
             writer = cls(temporary, filename, manifest)
-            writer._begin(tokens)
-            yield writer
+            # Nothing may write any more when the file is closed.
+            with writer._thread:
+                writer._begin(tokens)
+                yield writer
 
     def add(self, piece: Piece, content: PageContent) -> None:
         """Writes and hashes the next piece.
@@ -77,6 +86,7 @@ class SlotWriter:
             OSError: The disk refuses; the file of that name is what it was.
         """
         assert not self._left, "pieces are missing"
+        self._settle()
         header = encode_header(replace(self._manifest, digests=self._digests))
         _write(self._temporary.descriptor, header, self._header_at)
         self._temporary.publish(self._filename)
@@ -95,8 +105,22 @@ class SlotWriter:
         self._append(data)
 
     def _append(self, data: bytes | memoryview) -> None:
-        _write(self._temporary.descriptor, data, self._size_bytes)
+        self._settle()
+        self._writing = self._thread.submit(self._put, data, self._size_bytes)
         self._size_bytes += len(data)
+
+    def _settle(self) -> None:
+        """Waits for the last write, and raises what it raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
+        _write(self._temporary.descriptor, data, offset)
+        self._unsynced_bytes += len(data)
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            self._unsynced_bytes = 0
+            os.fdatasync(self._temporary.descriptor)
 
 
 def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:

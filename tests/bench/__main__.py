@@ -16,7 +16,15 @@ from pathlib import Path
 
 from service.command_line import service_command_line
 from service.fetch import FetchError
-from tests.bench import busy_box, engine_speed, first_token, roofline, served_speed, start_up
+from tests.bench import (
+    busy_box,
+    engine_speed,
+    first_token,
+    roofline,
+    served_speed,
+    slot_speed,
+    start_up,
+)
 from tests.bench.child import ChildError
 from tests.bench.figures import Figure
 from tests.bench.models import ENTRIES, Bars, Model, find_models
@@ -40,6 +48,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "busy": busy_box.measure,
     "first_token": first_token.measure,
     "start": start_up.measure,
+    "slots": slot_speed.measure,
     "roofline": roofline.measure,
 }
 

@@ -335,7 +335,7 @@ def test_a_forged_header_is_refused(folder: SlotFolder, old: str, new: str):
     assert isinstance(_refused(folder, _rewritten(_bytes(folder), old, new)), SlotFileCorrupt)
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_random_damage_is_refused_in_little_memory(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
