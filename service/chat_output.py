@@ -13,15 +13,17 @@ from kvarts.v1 import common_pb2, generation_pb2
 from engine.constraint import Constraint
 from engine.errors import InvalidField, NotSupported
 from engine.text.call_reader import CallPiece
-from engine.text.chat_format import ChatFormat, ToolFormat
-from engine.text.chat_grammar import CallableTool, call_grammar
+from engine.text.chat_format import ChatFormat, TaggedFormat, ToolFormat
+from engine.text.chat_grammar import call_grammar
 from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
 from engine.text.grammar.lazy import CallGrammar, Triggers
+from engine.text.parameter_kinds import ParameterKinds
+from engine.text.tagged_grammar import CallableTool
 from service.chat import RenderedChat
 from service.constraint import shapes_answer
 from service.json_text import json_object
 from service.loaded import LoadedModel
-from service.reasoning import reasoning_format, shown_marks, single_tokens
+from service.reasoning import mark_tokens, reasoning_format, shown_marks
 
 ChatDelta = generation_pb2.ChatDelta
 GenerateRequest = generation_pb2.GenerateRequest
@@ -80,14 +82,14 @@ def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel
             request.grammar or request.json_schema
         ):
             raise InvalidField("grammar", "a grammar or schema beside tools")
-        shown = single_tokens((tools.start, tools.end), model)
+        shown = mark_tokens(tools.marks, model)
         constraint = _constraint(request, tools, shown, model)
     if chat_format.reasoning is not None:
         shown |= shown_marks(chat_format.reasoning, model)
     return ChatOutput(constraint, shown, _beginner(request, chat, model, chat_format, tools))
 
 
-def _offered(request: GenerateRequest, model: LoadedModel) -> ToolFormat | None:
+def _offered(request: GenerateRequest, model: LoadedModel) -> ToolFormat | TaggedFormat | None:
     chat, chat_format = request.chat, model.chat_format
     if not chat.tools or chat.tool_choice == common_pb2.TOOL_CHOICE_NONE:
         return None
@@ -98,20 +100,16 @@ def _offered(request: GenerateRequest, model: LoadedModel) -> ToolFormat | None:
 
 
 def _constraint(
-    request: GenerateRequest, tools: ToolFormat, shown: frozenset[int], model: LoadedModel
+    request: GenerateRequest,
+    tools: ToolFormat | TaggedFormat,
+    shown: frozenset[int],
+    model: LoadedModel,
 ) -> Constraint:
     chat = request.chat
-    callable_tools = [
-        CallableTool(
-            tool.name,
-            json_object(tool.parameters_json or _ANY_OBJECT, f"chat.tools[{i}].parameters_json"),
-        )
-        for i, tool in enumerate(chat.tools)
-    ]
     parallel = model.facts.chat_capabilities.get("parallel_tool_calls", False)
     if chat.HasField("parallel_tool_calls"):
         parallel = chat.parallel_tool_calls
-    grammar = call_grammar(tools, callable_tools, parallel=parallel)
+    grammar = call_grammar(tools, _callable(request), parallel=parallel)
     compiled = model.grammars.compile(grammar, shown=shown | frozenset(request.preserved_tokens))
     is_required = chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
     if not tools.start and is_required:
@@ -122,17 +120,28 @@ def _constraint(
     return CallGrammar(compiled, triggers, is_required=is_required)
 
 
+def _callable(request: GenerateRequest) -> list[CallableTool]:
+    return [
+        CallableTool(
+            tool.name,
+            json_object(tool.parameters_json or _ANY_OBJECT, f"chat.tools[{i}].parameters_json"),
+        )
+        for i, tool in enumerate(request.chat.tools)
+    ]
+
+
 def _beginner(
     request: GenerateRequest,
     chat: RenderedChat,
     model: LoadedModel,
     chat_format: ChatFormat,
-    tools: ToolFormat | None,
+    tools: ToolFormat | TaggedFormat | None,
 ) -> Callable[[], ChatReader]:
     reading = reasoning_format(request, model)
     reads_reasoning = reading != generation_pb2.REASONING_FORMAT_NONE
     keeps_reasoning = reading == generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY
     is_shaped = shapes_answer(request, model)
+    kinds = ParameterKinds((tool.name, tool.parameters) for tool in _callable(request))
     echo = [ChatDelta(reasoning=chat.echoed_reasoning)] if chat.echoed_reasoning else []
     echo += [ChatDelta(content=chat.echo)] if chat.echo else []
 
@@ -142,6 +151,7 @@ def _beginner(
             parses_tools=tools is not None,
             reads_reasoning=reads,
             begins_in_reasoning=bool(chat.thinking),
+            kinds=kinds,
             is_shaped=is_shaped,
         )
 

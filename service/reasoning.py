@@ -6,7 +6,7 @@ Source: llama.cpp `oaicompat_chat_params_parse` and the reasoning fields of its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from kvarts.v1 import generation_pb2
 
@@ -78,18 +78,21 @@ async def read_budget(
 
 
 def shown_marks(tags: ReasoningTags, model: LoadedModel) -> frozenset[int]:
-    """Returns the marks of reasoning that are one token each, whose text must be seen."""
-    return single_tokens((tags.start, tags.end), model)
+    """Returns the tokens of the marks of reasoning whose text must be seen."""
+    return mark_tokens((tags.start, tags.end), model)
 
 
-def single_tokens(marks: Sequence[str], model: LoadedModel) -> frozenset[int]:
-    """Returns the tokens of those marks that are one token, an end of generation aside."""
+def mark_tokens(marks: Iterable[str], model: LoadedModel) -> frozenset[int]:
+    """Returns those tokens of marks whose text must be seen: the hidden ones, and whole marks.
+
+    An end of generation is none of them.
+    """
     found: set[int] = set()
     for mark in marks:
         tokens = _tokens(mark, model)
-        if len(tokens) == 1 and tokens[0] not in model.tokenizer.eog_tokens:
-            found.add(tokens[0])
-    return frozenset(found)
+        hidden = [token for token in tokens if not model.tokenizer.piece(token)]
+        found.update(tokens if len(tokens) == 1 else hidden)
+    return frozenset(found) - model.tokenizer.eog_tokens
 
 
 def _tokens(text: str, model: LoadedModel) -> tuple[int, ...]:

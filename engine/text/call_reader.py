@@ -34,7 +34,7 @@ class CallReader:
         self._text = ""
         self._name = ""
         self._id = ""
-        self._value: _JsonEnd | None = None
+        self._value: JsonEnd | None = None
         self._is_told = False
         self._is_opening = False
         self._is_behind_call = False
@@ -115,7 +115,7 @@ class CallReader:
             at = _skip(self._text, at + 1)
 
     def _begin(self, rest: str) -> None:
-        self._text, self._value, self._is_opening = rest, _JsonEnd(), True
+        self._text, self._value, self._is_opening = rest, JsonEnd(), True
 
     def _read_arguments(self, pieces: list[CallPiece]) -> bool:
         assert self._value is not None
@@ -175,7 +175,7 @@ class CallReader:
         return True
 
 
-class _JsonEnd:
+class JsonEnd:
     """Finds the end of a JSON object or list that arrives in pieces."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ Source: the templates in llama.cpp's `models/templates`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,66 @@ class ToolFormat:
     name_end: str = ""
     is_list: bool = False
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that tell calls from content."""
+        return (self.start, self.end)
+
+
+@dataclass(frozen=True)
+class ParameterTags:
+    """The texts around a parameter: `start`, its name, `name_end`, its value, `end`.
+
+    `value_start` comes before the value, with white space before it.
+    """
+
+    start: str
+    name_end: str
+    end: str
+    value_start: str = ""
+
+
+@dataclass(frozen=True)
+class TaggedFormat:
+    """How calls are written between tags: `start`, calls, `end`.
+
+    A call is `call_start`, the tool's name, `name_end`, its arguments, `call_end`. No `name_end`:
+    white space or a tag ends the name. Without `parameter` the arguments are a JSON object. With
+    `id_start` a colon and the call's number follow the name, and all that together is its id.
+    """
+
+    start: str
+    end: str
+    call_start: str = ""
+    name_end: str = ""
+    call_end: str = ""
+    parameter: ParameterTags | None = None
+    id_start: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that tell calls from content, and their parts apart."""
+        return (self.start, self.end, self.call_start, self.name_end, self.call_end)
+
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A family. `marks` are texts that its templates contain, all of them."""
+    """A family. Its templates contain all of the texts `marks`, and none of `without`."""
 
     name: str
     marks: tuple[str, ...] = ()
-    tools: ToolFormat | None = None
+    tools: ToolFormat | TaggedFormat | None = None
     reasoning: ReasoningTags | None = None
+    without: tuple[str, ...] = ()
+
+    def fits(self, template: str) -> bool:
+        """Says whether a template is one of the family's."""
+        has_all = all(mark in template for mark in self.marks)
+        return has_all and not any(mark in template for mark in self.without)
 
 
+# The bar of DeepSeek's tokens.
+_BAR = "\uff5c"
 THINK = ReasoningTags("<think>", "</think>")
 
 # Nothing is told apart.
@@ -53,6 +102,99 @@ PLAIN = ChatFormat("content")
 
 # The more particular come first.
 FAMILIES: tuple[ChatFormat, ...] = (
+    ChatFormat(
+        "kimi-k2",
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions."),
+        TaggedFormat(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            call_start="<|tool_call_begin|>functions.",
+            name_end="<|tool_call_argument_begin|>",
+            call_end="<|tool_call_end|>",
+            id_start="functions.",
+        ),
+        THINK,
+    ),
+    ChatFormat(
+        "deepseek-r1",
+        (f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁sep{_BAR}>", "```json"),
+        TaggedFormat(
+            f"<{_BAR}tool▁calls▁begin{_BAR}>",
+            f"<{_BAR}tool▁calls▁end{_BAR}>",
+            call_start=f"<{_BAR}tool▁call▁begin{_BAR}>function<{_BAR}tool▁sep{_BAR}>",
+            name_end="\n```json\n",
+            call_end=f"```<{_BAR}tool▁call▁end{_BAR}>",
+        ),
+        THINK,
+    ),
+    ChatFormat(
+        "deepseek-v3.1",
+        (f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁sep{_BAR}>"),
+        TaggedFormat(
+            f"<{_BAR}tool▁calls▁begin{_BAR}>",
+            f"<{_BAR}tool▁calls▁end{_BAR}>",
+            call_start=f"<{_BAR}tool▁call▁begin{_BAR}>",
+            name_end=f"<{_BAR}tool▁sep{_BAR}>",
+            call_end=f"<{_BAR}tool▁call▁end{_BAR}>",
+        ),
+        THINK,
+    ),
+    ChatFormat(
+        "minimax-m2",
+        ("<minimax:tool_call>", "<invoke name=", "<parameter name="),
+        TaggedFormat(
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            call_start='<invoke name="',
+            name_end='">',
+            call_end="</invoke>",
+            parameter=ParameterTags('<parameter name="', '">', "</parameter>"),
+        ),
+        THINK,
+    ),
+    ChatFormat(
+        "seed-oss",
+        ("<seed:tool_call>", "<function=", "<parameter="),
+        TaggedFormat(
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            call_start="<function=",
+            name_end=">",
+            call_end="</function>",
+            parameter=ParameterTags("<parameter=", ">", "</parameter>"),
+        ),
+        ReasoningTags("<seed:think>", "</seed:think>"),
+    ),
+    ChatFormat(
+        "qwen3-coder",
+        ("<tool_call>", "<function=", "<parameter="),
+        TaggedFormat(
+            "<tool_call>",
+            "</tool_call>",
+            call_start="<function=",
+            name_end=">",
+            call_end="</function>",
+            parameter=ParameterTags("<parameter=", ">", "</parameter>"),
+        ),
+    ),
+    ChatFormat(
+        "glm-4",
+        ("<tool_call>", "<arg_key>", "<arg_value>"),
+        TaggedFormat(
+            "<tool_call>",
+            "</tool_call>",
+            parameter=ParameterTags("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>"),
+        ),
+        THINK,
+        without=("<role>ASSISTANT</role>",),
+    ),
+    ChatFormat(
+        "ministral-3",
+        ("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]"),
+        ToolFormat("[TOOL_CALLS]", name_end="[ARGS]"),
+        ReasoningTags("[THINK]", "[/THINK]"),
+        without=("[CALL_ID]",),
+    ),
     ChatFormat(
         "command-r7b",
         ("<|START_ACTION|>", "<|END_ACTION|>", "tool_name"),
@@ -106,9 +248,9 @@ def find_format(template: str) -> ChatFormat:
         template: The template's source.
     """
     found = next(
-        (family for family in FAMILIES if all(mark in template for mark in family.marks)),
+        (family for family in FAMILIES if family.fits(template)),
         PLAIN,
     )
     if found.reasoning is None and THINK.end in template:
-        return ChatFormat(found.name, found.marks, found.tools, THINK)
+        return replace(found, reasoning=THINK)
     return found

@@ -6,33 +6,28 @@ Source: llama.cpp `standard_json_tools`, `build_tool_parser_tag_json` and `build
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import BadSchema
 from engine.text.answer_reader import FENCE, FENCE_END
-from engine.text.chat_format import ReasoningTags, ToolFormat
+from engine.text.chat_format import ReasoningTags, TaggedFormat, ToolFormat
 from engine.text.grammar.schema_gbnf import SchemaWriter
 from engine.text.grammar.schema_reader import read_schema
-from engine.text.grammar.schema_rules import Rules, class_char, constant, literal
-
-
-@dataclass(frozen=True)
-class CallableTool:
-    """A tool that may be called: its name, and the JSON schema of its arguments."""
-
-    name: str
-    parameters: Any
+from engine.text.grammar.schema_rules import Rules, constant, literal
+from engine.text.grammar.until import until
+from engine.text.tagged_grammar import CallableTool, tagged_grammar
 
 
 def call_grammar(
-    tools: ToolFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
+    tools: ToolFormat | TaggedFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
 ) -> str:
     """Returns GBNF that begins with the opening mark; `parallel` allows several calls.
 
     Raises:
         BadSchema: A tool's parameters cannot be read.
     """
+    if isinstance(tools, TaggedFormat):
+        return tagged_grammar(tools, callable_tools, parallel=parallel)
     rules = Rules()
     calls = [_call(tools, tool, rules, f"tool-{i}") for i, tool in enumerate(callable_tools)]
     call = rules.add("tool-call", " | ".join(calls))
@@ -96,31 +91,7 @@ def answer_grammar(
 
 
 def _thinking(reasoning: ReasoningTags, rules: Rules, *, is_open: bool) -> str:
-    inside = _until(reasoning.end, rules)
+    inside = until(reasoning.end, rules, "thinking")
     if is_open:
         return f"{inside} "
     return f"(space {literal(reasoning.start)} {inside})? "
-
-
-def _until(mark: str, rules: Rules) -> str:
-    """Adds what matches any text up to the first `mark`, and the mark.
-
-    A rule per number of characters of the mark that the text ends in (Knuth, Morris and Pratt).
-    """
-    name = "thinking"
-    for matched in range(len(mark)):
-        ways: dict[int, list[str]] = {}
-        chars = sorted(set(mark))
-        for char in chars:
-            ways.setdefault(_matched(mark, mark[:matched] + char), []).append(char)
-        others = "".join(class_char(ord(char)) for char in chars)
-        steps = [f"[^{others}] {name}-0"]
-        for then, with_chars in ways.items():
-            one_of = "".join(class_char(ord(char)) for char in with_chars)
-            steps.append(f"[{one_of}]" + ("" if then == len(mark) else f" {name}-{then}"))
-        rules.add(f"{name}-{matched}", " | ".join(steps))
-    return f"{name}-0"
-
-
-def _matched(mark: str, text: str) -> int:
-    return next(n for n in range(min(len(mark), len(text)), -1, -1) if text.endswith(mark[:n]))

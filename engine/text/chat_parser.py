@@ -16,7 +16,11 @@ from enum import Enum, auto
 
 from engine.text.answer_reader import AnswerReader
 from engine.text.call_reader import CallPiece, CallReader
-from engine.text.chat_format import ChatFormat
+from engine.text.chat_format import ChatFormat, TaggedFormat, ToolFormat
+from engine.text.parameter_kinds import ParameterKinds
+from engine.text.tagged_reader import TaggedReader
+
+_NO_KINDS = ParameterKinds()
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class MessageParser:
         reads_reasoning: bool,
         begins_in_reasoning: bool = False,
         is_shaped: bool = False,
+        kinds: ParameterKinds = _NO_KINDS,
     ) -> None:
         """Begins a message.
 
@@ -63,6 +68,7 @@ class MessageParser:
             reads_reasoning: Tells reasoning from content.
             begins_in_reasoning: The prompt has opened the reasoning.
             is_shaped: A schema shapes the answer, which may stand in a fence; there are no calls.
+            kinds: How the parameters of the tools are written.
         """
         self._tools = chat_format.tools if parses_tools else None
         self._reasoning = chat_format.reasoning if reads_reasoning else None
@@ -71,7 +77,7 @@ class MessageParser:
             self._place = _Place.REASONING
         self._held = ""
         self._is_trimming = False
-        self._calls = CallReader(self._tools) if self._tools else None
+        self._calls = _reader(self._tools, kinds)
         self._answer = AnswerReader() if is_shaped else None
 
     def push(self, text: str) -> list[Delta]:
@@ -192,6 +198,18 @@ class _Found:
 
     text: str
     is_complete: bool
+
+
+def _reader(
+    tools: ToolFormat | TaggedFormat | None, kinds: ParameterKinds
+) -> CallReader | TaggedReader | None:
+    match tools:
+        case None:
+            return None
+        case ToolFormat():
+            return CallReader(tools)
+        case TaggedFormat():
+            return TaggedReader(tools, kinds)
 
 
 def _overlap(text: str, mark: str) -> int:

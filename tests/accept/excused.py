@@ -66,14 +66,12 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         ),
     },
     "context_shift": {"two samples, past the end": _SHARED_SHIFT},
-    "messages": {"again": _OTHER_SLOT},
     "lora": {
         "empty set is the server's": _ADAPTER_CACHE,
         **_each(_ADAPTER_SLOT, "one of them", "server set, changed"),
     },
     "embeddings_mean": {"completion on the same server": _NOTHING_KEPT},
     "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
-    "responses": {"stream": _OTHER_SLOT},
     "slots": {
         "slots, after refusals": _KEPT_SLOT,
         "filename 7": _NAMES_OF_FILES,

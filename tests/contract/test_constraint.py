@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from kvarts.v1 import generation_pb2, tokenization_pb2
+from kvarts.v1 import common_pb2, generation_pb2, tokenization_pb2
 
 from service.defaults import GenerationDefaults
 from tests.contract.serving import GenerateRequest, failure, serving
@@ -103,3 +105,48 @@ async def test_a_schema_is_converted_and_what_is_not_honoured_is_told() -> None:
         )
     assert 'null ::= "null"' in converted.grammar
     assert list(converted.ignored) == ["uniqueItems at #"]
+
+
+STRICT = '{"properties":{"a":{"not":{}}}}'
+
+
+def chat_request(**changes: Any) -> GenerateRequest:
+    message = common_pb2.ChatMessage(role="user", content="x")
+    return GenerateRequest(chat=common_pb2.ChatPrompt(messages=[message]), max_tokens=1, **changes)
+
+
+@pytest.mark.parametrize("parses_chat", [True, False])
+async def test_a_schema_holds_without_parsing(parses_chat: bool) -> None:
+    defaults = GenerationDefaults(parses_chat=parses_chat)
+    async with serving(model={"defaults": defaults}) as it:
+        failed = await failure(it.collect(chat_request(json_schema=STRICT)))
+        assert failed.reason == "BAD_GRAMMAR"
+        assert failed.metadata["path"] == "#/properties/a"
+        await it.collect(chat_request(json_schema=STRICT, lenient_schema=True))
+
+
+Reasoning = generation_pb2.ReasoningParams
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "field"),
+    [
+        (Reasoning(budget_tokens=0), "reasoning.budget_tokens"),
+        (Reasoning(budget_tokens=5, start_tag="a"), "reasoning.budget_tokens"),
+        (Reasoning(budget_tokens=-2), "reasoning.budget_tokens"),
+        (Reasoning(end_tags=["x", ""]), "reasoning.end_tags[1]"),
+        (Reasoning(end_tags=["x"] * 257), "reasoning.end_tags"),
+        (Reasoning(start_tag="x" * 4097), "reasoning.start_tag"),
+        (Reasoning(budget_message="x" * 4097), "reasoning.budget_message"),
+    ],
+)
+async def test_a_limit_of_thinking_is_checked(reasoning: Reasoning, field: str) -> None:
+    async with serving() as it:
+        failed = await failure(it.collect(GenerateRequest(text="x", reasoning=reasoning)))
+    assert failed.reason == "INVALID_FIELD"
+    assert failed.metadata["field"] == field
+
+
+async def test_a_model_that_does_not_think_has_no_limit_to_keep() -> None:
+    async with serving() as it:
+        await it.collect(chat_request(reasoning=Reasoning(budget_tokens=0)))

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from engine.errors import BadSchema
 from engine.text.call_reader import CallPiece
-from engine.text.chat_format import FAMILIES, THINK, ChatFormat, find_format
-from engine.text.chat_grammar import CallableTool, answer_grammar, call_grammar
+from engine.text.chat_format import FAMILIES, THINK, ChatFormat, TaggedFormat, find_format
+from engine.text.chat_grammar import answer_grammar, call_grammar
 from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
+from engine.text.parameter_kinds import ParameterKinds
+from engine.text.tagged_grammar import CallableTool
 from tests.unit.engine.text.grammar.spelling import compiled, matches
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -36,13 +38,14 @@ def message(deltas: list[Delta]) -> Message:
 
 
 def parse(chat_format: ChatFormat, *pieces: str, **options: Any) -> Message:
-    told = {"parses_tools": True, "reads_reasoning": True} | options
+    told: dict[str, Any] = {"parses_tools": True, "reads_reasoning": True} | options
     parser = MessageParser(chat_format, **told)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return message(deltas + parser.finish())
 
 
 CALL = '{"city": "Pa\\"}</tool_call>ris", "n": [1, {}]}'
+KINDS = ParameterKinds([("w", {"properties": {"s": {"type": "string"}}})])
 SHAPED = {"parses_tools": False, "is_shaped": True}
 CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
     (BY_NAME["hermes"], "Hello <there>\n", {}, ("Hello <there>\n", "", [])),
@@ -108,6 +111,70 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
         ("", "", [("f", '{"x": {}}')]),
     ),
     (BY_NAME["llama-3"], 'text {"name"', {}, ('text {"name"', "", [])),
+    (
+        BY_NAME["qwen3-coder"],
+        "Sure.\n<tool_call>\n<function=w>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n"
+        'a "b"\nc\n</parameter>\n</function>\n</tool_call>',
+        {},
+        ("Sure.\n", "", [("w", '{"n":7,"s":"a \\"b\\"\\nc"}')]),
+    ),
+    (
+        BY_NAME["qwen3-coder"],
+        "<tool_call>\n<function=w>\n<parameter=s>\n7\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=v>\n</function>\n</tool_call>",
+        {"kinds": KINDS},
+        ("", "", [("w", '{"s":"7"}'), ("v", "{}")]),
+    ),
+    (BY_NAME["qwen3-coder"], "<tool_call>\n<function=w>\n<param", {}, ("", "", [("w", "{")])),
+    (
+        BY_NAME["glm-4"],
+        "<think>hm</think>\n<tool_call>w\n<arg_key>n</arg_key>\n<arg_value>7</arg_value>\n"
+        "</tool_call>\n<tool_call>v</tool_call>",
+        {},
+        ("", "hm", [("w", '{"n":7}'), ("v", "{}")]),
+    ),
+    (
+        BY_NAME["minimax-m2"],
+        '<minimax:tool_call>\n<invoke name="w">\n<parameter name="n">7</parameter>\n</invoke>\n'
+        '<invoke name="v">\n</invoke>\n</minimax:tool_call> and so',
+        {},
+        ("and so", "", [("w", '{"n":7}'), ("v", "{}")]),
+    ),
+    (
+        BY_NAME["seed-oss"],
+        "<seed:think>hm</seed:think><seed:tool_call>\n<function=w>\n<parameter=n>[7]</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        {},
+        ("", "hm", [("w", '{"n":[7]}')]),
+    ),
+    (
+        BY_NAME["kimi-k2"],
+        "Look:<|tool_calls_section_begin|><|tool_call_begin|>functions.w:0"
+        '<|tool_call_argument_begin|>{"n": 7}<|tool_call_end|><|tool_call_begin|>functions.v:1'
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        {},
+        ("Look:", "", [("w", '{"n": 7}'), ("v", "{}")]),
+    ),
+    (
+        BY_NAME["deepseek-v3.1"],
+        "hm</think><\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>w<\uff5ctool▁sep\uff5c>"
+        '{"n": 7}<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>',
+        {"begins_in_reasoning": True},
+        ("", "hm", [("w", '{"n": 7}')]),
+    ),
+    (
+        BY_NAME["deepseek-r1"],
+        "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>w\n"
+        '```json\n{"n": 7}\n```<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>',
+        {},
+        ("", "", [("w", '{"n": 7}')]),
+    ),
+    (
+        BY_NAME["ministral-3"],
+        '[THINK]hm[/THINK]So.[TOOL_CALLS]w[ARGS]{"n": 7}[TOOL_CALLS]v[ARGS]{}',
+        {},
+        ("So.", "hm", [("w", '{"n": 7}'), ("v", "{}")]),
+    ),
     (THINKING_HERMES, '\n```json\n{"a": "```"}\n```\n', SHAPED, ('{"a": "```"}', "", [])),
     (THINKING_HERMES, ' {"a": "`` "} ', SHAPED, ('{"a": "`` "}', "", [])),
     (THINKING_HERMES, "<think>x</think>\n```json 1 ```", SHAPED, ("1", "x", [])),
@@ -163,6 +230,15 @@ def test_any_pieces_come_to_the_same_message(
                 "x",
                 "<|START_ACTION|>",
                 "<|tool_call|>",
+                "\n",
+                "w",
+                "<parameter=",
+                "</parameter>",
+                "</function>",
+                "<arg_key>",
+                "</arg_key>",
+                "<arg_value>",
+                "</arg_value>",
             ]
         ),
         max_size=14,
@@ -180,11 +256,30 @@ TOOLS = [
 ]
 
 
+def _tagged(tools: TaggedFormat) -> tuple[str, str]:
+    """A call as a family's templates write it: arguments and text."""
+    number, tags = ":0" if tools.id_start else "", tools.parameter
+    arguments = '{"n": 7}'
+    shown = arguments
+    if tags is not None:
+        arguments = '{"n":7}'
+        shown = f"\n{tags.start}n{tags.name_end}\n{tags.value_start}7{tags.end}\n"
+    call = f"{tools.call_start}w{number}{tools.name_end}{shown}{tools.call_end}"
+    return arguments, f"{tools.start}{call}{tools.end}"
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_what_a_familys_grammar_allows_its_parser_reads(family: ChatFormat):
     tools = family.tools
     assert tools is not None
     arguments = '{"n": 7}'
+    if isinstance(tools, TaggedFormat):
+        arguments, text = _tagged(tools)
+        grammar = compiled(call_grammar(tools, TOOLS, parallel=False))
+        assert matches(grammar, text)
+        assert not matches(grammar, text.replace("7", '"7"'))
+        assert parse(family, text) == ("", "", [("w", arguments)])
+        return
     if tools.name_end:
         call = f"w{tools.name_end}{arguments}"
     else:
@@ -224,7 +319,7 @@ def test_a_shaped_answer_without_reasoning_begins_at_once():
 
 
 def test_a_keyword_without_a_grammar_is_passed_over_only_if_asked():
-    schema = {"properties": {"a": {"not": {}}}}
+    schema: Any = {"properties": {"a": {"not": {}}}}
     answer_grammar(schema, None, is_open=False, is_strict=False)
     with pytest.raises(BadSchema, match="not cannot be honoured"):
         answer_grammar(schema, None, is_open=False, is_strict=True)
@@ -247,6 +342,9 @@ def test_one_call_or_several():
         ("{% if x %}</think>{% endif %}", "content", True),
         ('[TOOL_CALLS] "name" "arguments"', "mistral", False),
         ('<|start_header_id|> {"name": f, "parameters": p}', "llama-3", False),
+        ("<tool_call>\\n<function=' + n + '>\\n<parameter=' + k", "qwen3-coder", False),
+        ("<tool_call>' + n <arg_key> <arg_value> </think>", "glm-4", True),
+        ("<role>ASSISTANT</role> <tool_call> <arg_key> <arg_value>", "content", False),
     ],
 )
 def test_a_template_tells_its_family(template: str, name: str, thinks: bool):

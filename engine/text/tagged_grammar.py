@@ -1,0 +1,117 @@
+"""The grammar of calls between tags, from the mark that opens them on.
+
+Source: llama.cpp `build_tool_parser_tag_tagged` and its parsers of single families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from engine.text.chat_format import ParameterTags, TaggedFormat
+from engine.text.grammar.schema_gbnf import SchemaWriter
+from engine.text.grammar.schema_reader import read_schema
+from engine.text.grammar.schema_rules import Rules, literal
+from engine.text.grammar.until import until
+from engine.text.parameter_kinds import Kind, kind_of, properties_of
+
+# More parameters than that are required in their order: orders are many.
+_MAX_PERMUTED = 4
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """A tool that may be called: its name, and the JSON schema of its arguments."""
+
+    name: str
+    parameters: Any
+
+
+def tagged_grammar(
+    tools: TaggedFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
+) -> str:
+    """Returns GBNF that begins with the opening mark; `parallel` allows several calls.
+
+    Raises:
+        BadSchema: A tool's parameters cannot be read.
+    """
+    rules = Rules()
+    rules.add("gap", "[ \\t\\n]{0,8}")
+    calls = [_call(tools, tool, rules, f"tool-{i}") for i, tool in enumerate(callable_tools)]
+    call = rules.add("tool-call", " | ".join(calls))
+    # Where a call has no tags of its own, a section holds one.
+    inner = f"{call} (gap {call})*" if parallel and tools.call_start else call
+    section = rules.add("section", f"{literal(tools.start)} gap {inner} gap {literal(tools.end)}")
+    rules.add("root", f"{section} (gap {section})*" if parallel else section)
+    return rules.write()
+
+
+def _call(tools: TaggedFormat, tool: CallableTool, rules: Rules, name: str) -> str:
+    number = '":" [0-9]{1,9} ' if tools.id_start else ""
+    head = f"{literal(tools.call_start + tool.name)} {number}"
+    head += f"{literal(tools.name_end)} " if tools.name_end else ""
+    tail = f" gap {literal(tools.call_end)}" if tools.call_end else ""
+    if tools.parameter is None:
+        writer = SchemaWriter(read_schema(tool.parameters), rules, prefix=f"{name}-")
+        arguments = writer.add(writer.root, f"{name}-arguments")
+    else:
+        arguments = _parameters(tools.parameter, tool, rules, name)
+    return rules.add(name, f"{head}gap {arguments}{tail}")
+
+
+def _parameters(tags: ParameterTags, tool: CallableTool, rules: Rules, name: str) -> str:
+    parameters = tool.parameters
+    properties = properties_of(parameters)
+    required = _required(parameters)
+    rule_of = {
+        key: _parameter(tags, key, schema, parameters, rules, f"{name}-arg-{i}")
+        for i, (key, schema) in enumerate(properties.items())
+    }
+    musts = [rule for key, rule in rule_of.items() if key in required]
+    others = [rule for key, rule in rule_of.items() if key not in required]
+    text = _in_any_order(musts, rules, f"{name}-args")
+    if others:
+        text += f" ({' | '.join(f'{rule} gap' for rule in others)})*"
+    return rules.add(f"{name}-arguments", text)
+
+
+def _required(parameters: Any) -> frozenset[str]:
+    if not isinstance(parameters, Mapping):
+        return frozenset()
+    names: Any = cast("Mapping[str, Any]", parameters).get("required")
+    return frozenset(cast("list[str]", names)) if isinstance(names, list) else frozenset()
+
+
+def _in_any_order(parts: Sequence[str], rules: Rules, name: str) -> str:
+    if not parts:
+        return '""'
+    if len(parts) == 1 or len(parts) > _MAX_PERMUTED:
+        return " ".join(f"{part} gap" for part in parts)
+    ways: list[str] = []
+    for i, part in enumerate(parts):
+        rest = [*parts[:i], *parts[i + 1 :]]
+        ways.append(f"{part} gap {_in_any_order(rest, rules, f'{name}-{i}')}")
+    return rules.add(name, " | ".join(ways))
+
+
+def _parameter(
+    tags: ParameterTags, key: str, schema: Any, parameters: Any, rules: Rules, name: str
+) -> str:
+    head = literal(tags.start + key + tags.name_end)
+    head += f" gap {literal(tags.value_start)}" if tags.value_start else ""
+    if kind_of(schema) is not Kind.JSON:
+        return rules.add(name, f"{head} {until(tags.end, rules, 'text')}")
+    writer = SchemaWriter(read_schema(_alone(schema, parameters)), rules, prefix=f"{name}-")
+    value = writer.add(writer.root, f"{name}-value")
+    return rules.add(name, f"{head} gap {value} gap {literal(tags.end)}")
+
+
+def _alone(schema: Any, parameters: Any) -> Any:
+    """A parameter's schema with the definitions that it may refer to."""
+    shared = {
+        key: cast("Mapping[str, Any]", parameters)[key]
+        for key in ("$defs", "definitions")
+        if isinstance(parameters, Mapping) and key in parameters
+    }
+    return {**cast("Mapping[str, Any]", schema), **shared} if shared else schema
