@@ -298,6 +298,13 @@ def test_the_folder_of_slot_files_must_exist(tmp_path: Path) -> None:
             _service("--slot-save-path", str(name))
 
 
+def test_slots_are_kept_over_a_restart_only_where_there_is_a_folder(tmp_path: Path) -> None:
+    assert not _service("--slot-save-path", str(tmp_path)).slot_autosave
+    assert _service("--slot-save-path", str(tmp_path), "--slot-autosave").slot_autosave
+    with pytest.raises(FlagError, match="--slot-autosave: needs --slot-save-path"):
+        _service("--slot-autosave")
+
+
 def test_config_files_are_the_systems_then_the_users() -> None:
     paths = config_file_paths({"XDG_CONFIG_HOME": "/u"})
     assert paths == (Path("/etc/llama.cpp/config.ini"), Path("/u/llama.cpp/config.ini"))
