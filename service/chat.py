@@ -14,7 +14,7 @@ from typing import Any
 
 from kvarts.v1 import common_pb2
 
-from engine.errors import InvalidField, NotSupported, TemplateError
+from engine.errors import InvalidField, NotSupported
 from engine.text.chat_format import ReasoningTags
 from service.defaults import GenerationDefaults
 from service.json_text import json_object
@@ -74,16 +74,17 @@ def render_chat(
     )
     if held is None:
         return RenderedChat(text, thinking=_thinking(text, reasoning))
-    opening_at, frame = len(text), None
+    opening_at = len(text)
     if reasoning is not None:
         closed = template.render(shown, tools=tools, add_generation_prompt=False, extra=extra)
         opening_at = len(closed) if text.startswith(closed) else opening_at
-        frame = _frame(template, extra, reasoning)
     return RenderedChat(
-        held.behind(text, opening_at, frame),
+        held.behind(text, opening_at, reasoning),
         echo=held.content if chat.echo_final_message else "",
         echoed_reasoning=held.reasoning if chat.echo_final_message else "",
-        thinking=frame.start + held.reasoning if frame and held.is_thinking else "",
+        thinking=f"{reasoning.start}{reasoning.start_gap}{held.reasoning}"
+        if reasoning and held.is_thinking
+        else "",
     )
 
 
@@ -95,33 +96,9 @@ def _opens_turn(chat: common_pb2.ChatPrompt, held: OpenTurn | None) -> bool:
 
 def _thinking(text: str, reasoning: ReasoningTags | None) -> str:
     """The end of a prompt that has opened reasoning, from its tag on."""
-    if reasoning is None or not text.rstrip().endswith(reasoning.start.rstrip()):
+    if reasoning is None or not text.rstrip().endswith(reasoning.start):
         return ""
-    return text[text.rindex(reasoning.start.rstrip()) :]
-
-
-_SHOWN_REASONING, _SHOWN_CONTENT = "reasoning-of-the-turn", "content-of-the-turn"
-
-
-def _frame(template: Template, extra: Mapping[str, Any], reasoning: ReasoningTags) -> ReasoningTags:
-    """The texts around reasoning as the template writes them, with their white space."""
-    turn = {
-        "role": "assistant",
-        "content": _SHOWN_CONTENT,
-        "reasoning_content": _SHOWN_REASONING,
-    }
-    try:
-        text = template.render(
-            [{"role": "user", "content": ""}, turn], add_generation_prompt=False, extra=extra
-        )
-    except (TemplateError, InvalidField):
-        return reasoning
-    before, shown, behind = text.partition(_SHOWN_REASONING)
-    between, follows, _ = behind.partition(_SHOWN_CONTENT)
-    at = before.rfind(reasoning.start)
-    if not (shown and follows) or at < 0 or reasoning.end not in between:
-        return reasoning
-    return ReasoningTags(before[at:], between)
+    return text[text.rindex(reasoning.start) :]
 
 
 def _is_continued(chat: common_pb2.ChatPrompt, defaults: GenerationDefaults) -> bool:

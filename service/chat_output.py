@@ -141,6 +141,7 @@ def _beginner(
     reads_reasoning = reading != generation_pb2.REASONING_FORMAT_NONE
     keeps_reasoning = reading == generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY
     is_shaped = shapes_answer(request, model)
+    tags = chat_format.reasoning
     kinds = ParameterKinds((tool.name, tool.parameters) for tool in _callable(request))
     echo = [ChatDelta(reasoning=chat.echoed_reasoning)] if chat.echoed_reasoning else []
     echo += [ChatDelta(content=chat.echo)] if chat.echo else []
@@ -151,6 +152,7 @@ def _beginner(
             parses_tools=tools is not None,
             reads_reasoning=reads,
             begins_in_reasoning=bool(chat.thinking),
+            gap_is_open=tags is not None and chat.thinking == tags.start,
             kinds=kinds,
             is_shaped=is_shaped,
         )

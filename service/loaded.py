@@ -7,7 +7,7 @@ They must not know a message or a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from engine.text.chat_format import PLAIN, ChatFormat, find_format
 from engine.text.grammar.matcher import GrammarCompiler
 from engine.types import EventSink
 from service.defaults import EmbeddingDefaults, GenerationDefaults
+from service.reasoning_frame import framed
 
 
 class Tokenizer(Protocol):
@@ -148,7 +149,10 @@ class LoadedModel:
         """How the model's family writes reasoning and tool calls, as far as they are read."""
         if not self.parses_chat:
             return PLAIN
-        return find_format((self.facts.chat_template or "") + self.facts.tool_use_template)
+        found = find_format((self.facts.chat_template or "") + self.facts.tool_use_template)
+        if found.reasoning is None or self.template is None:
+            return found
+        return replace(found, reasoning=framed(found.reasoning, self.template))
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

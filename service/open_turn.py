@@ -33,9 +33,12 @@ class OpenTurn:
         """
         if reasoning is None:
             return prompt + self.content
-        at = prompt.find(reasoning.start.strip(), opening_at)
-        thought = f"{prompt if at < 0 else prompt[:at]}{reasoning.start}{self.reasoning}"
-        return thought if self.is_thinking else f"{thought}{reasoning.end}{self.content}"
+        at = prompt.find(reasoning.start, opening_at)
+        start = f"{prompt if at < 0 else prompt[:at]}{reasoning.start}{reasoning.start_gap}"
+        thought = start + self.reasoning
+        if self.is_thinking:
+            return thought
+        return f"{thought}{reasoning.end_lead}{reasoning.end}{reasoning.end_gap}{self.content}"
 
 
 def open_turn(chat: common_pb2.ChatPrompt, reasoning: ReasoningTags | None, field: str) -> OpenTurn:

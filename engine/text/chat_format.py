@@ -12,10 +12,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """The texts around reasoning."""
+    """The texts around reasoning, and the white space that a template writes beside them.
+
+    `start_gap` follows `start`, `end_lead` is in front of `end` and `end_gap` behind it.
+    """
 
     start: str
     end: str
+    start_gap: str = ""
+    end_lead: str = ""
+    end_gap: str = ""
 
 
 @dataclass(frozen=True)

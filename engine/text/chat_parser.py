@@ -57,6 +57,7 @@ class MessageParser:
         parses_tools: bool,
         reads_reasoning: bool,
         begins_in_reasoning: bool = False,
+        gap_is_open: bool = False,
         is_shaped: bool = False,
         kinds: ParameterKinds = _NO_KINDS,
     ) -> None:
@@ -67,14 +68,18 @@ class MessageParser:
             parses_tools: Looks for tool calls.
             reads_reasoning: Tells reasoning from content.
             begins_in_reasoning: The prompt has opened the reasoning.
+            gap_is_open: It has not written the space behind the opening tag.
             is_shaped: A schema shapes the answer, which may stand in a fence; there are no calls.
             kinds: How the parameters of the tools are written.
         """
         self._tools = chat_format.tools if parses_tools else None
         self._reasoning = chat_format.reasoning if reads_reasoning else None
-        self._place = _Place.START if self._reasoning else _Place.CONTENT
+        # Space before the first word is the template's where there may be reasoning.
+        self._place = _Place.START if chat_format.reasoning else _Place.CONTENT
+        self._gap = ""
         if self._reasoning and begins_in_reasoning:
             self._place = _Place.REASONING
+            self._gap = self._reasoning.start_gap if gap_is_open else ""
         self._held = ""
         self._is_trimming = False
         self._calls = _reader(self._tools, kinds)
@@ -109,31 +114,38 @@ class MessageParser:
 
     def _start(self, *, is_last: bool) -> bool:
         """Before the first word: reasoning, or not."""
-        assert self._reasoning is not None
         text = self._held.lstrip()
-        tag = self._reasoning.start
-        if text.startswith(tag):
-            self._held = text[len(tag) :]
-            self._place, self._is_trimming = _Place.REASONING, True
+        tag = self._reasoning.start if self._reasoning else ""
+        if self._reasoning and text.startswith(tag):
+            self._held, self._gap = text[len(tag) :], self._reasoning.start_gap
+            self._place = _Place.REASONING
             return True
-        if not is_last and tag.startswith(text):
+        if not is_last and (not text or tag.startswith(text)):
             return False
-        self._place = _Place.CONTENT
+        self._held, self._place = text, _Place.CONTENT
         return True
 
     def _reason(self, deltas: list[Delta], *, is_last: bool) -> bool:
         assert self._reasoning is not None
-        if self._is_trimming:
-            self._held = self._held.lstrip()
-            self._is_trimming = not self._held
-        found = self._take_until(self._reasoning.end, is_last=is_last, trims=True)
+        if not self._pass_gap(is_last=is_last):
+            return False
+        found = self._take_until(self._reasoning.end, is_last=is_last)
         if found.text:
             deltas.append(Reasoning(found.text))
         if found.is_complete:
-            self._place, self._is_trimming = _Place.CONTENT, True
+            self._place, self._gap = _Place.CONTENT, self._reasoning.end_gap
         return found.is_complete
 
+    def _pass_gap(self, *, is_last: bool) -> bool:
+        """Passes over the space that a template writes here; False if it is not all there."""
+        if not is_last and self._gap.startswith(self._held) and self._held != self._gap:
+            return False
+        self._held, self._gap = self._held.removeprefix(self._gap), ""
+        return True
+
     def _content(self, deltas: list[Delta], *, is_last: bool) -> bool:
+        if not self._pass_gap(is_last=is_last):
+            return False
         if self._is_trimming:
             self._held = self._held.lstrip()
             self._is_trimming = not self._held
@@ -175,20 +187,15 @@ class MessageParser:
         self._place, self._is_trimming = _Place.CONTENT, True
         return bool(self._held) or is_last
 
-    def _take_until(self, mark: str, *, is_last: bool, trims: bool = False) -> _Found:
-        """Takes what comes before a mark, and the mark; what may begin one is left.
-
-        `trims`: white space at the end belongs to neither side.
-        """
+    def _take_until(self, mark: str, *, is_last: bool) -> _Found:
+        """Takes what comes before a mark, and the mark; what may begin one is left."""
         at = self._held.find(mark)
         if at >= 0:
             text, self._held = self._held[:at], self._held[at + len(mark) :]
-            return _Found(text.rstrip() if trims else text, is_complete=True)
+            return _Found(text, is_complete=True)
         num_kept = 0 if is_last else _overlap(self._held, mark)
         text = self._held[: len(self._held) - num_kept]
-        if trims:
-            text = text.rstrip()
-        self._held = "" if is_last else self._held[len(text) :]
+        self._held = self._held[len(text) :]
         return _Found(text, is_complete=False)
 
 

@@ -11,6 +11,7 @@ from engine.text.chat_format import ReasoningTags
 from service.chat import render_chat
 from service.defaults import GenerationDefaults
 from service.json_text import json_object
+from service.reasoning_frame import framed
 
 
 class Recorder:
@@ -189,7 +190,11 @@ def test_a_turn_goes_on_in_its_reasoning_or_behind_it(
         template_kwargs_json=kwargs,
     )
     rendered = render_chat(
-        chat, Thinker(), GenerationDefaults(), "chat", ReasoningTags("<t>", "</t>")
+        chat,
+        Thinker(),
+        GenerationDefaults(),
+        "chat",
+        framed(ReasoningTags("<t>", "</t>"), Thinker()),
     )
     assert rendered.text == f"user:<t>;A:{expected}"
     assert rendered.thinking == thinking

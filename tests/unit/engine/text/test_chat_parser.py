@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,9 @@ from engine.text.tagged_grammar import CallableTool
 from tests.unit.engine.text.grammar.spelling import compiled, matches
 
 BY_NAME = {family.name: family for family in FAMILIES}
-THINKING_HERMES = ChatFormat("thinking", (), BY_NAME["hermes"].tools, THINK)
+# With the white space that Qwen3's template writes.
+QWEN_TAGS = replace(THINK, start_gap="\n", end_lead="\n", end_gap="\n\n")
+THINKING_HERMES = ChatFormat("thinking", (), BY_NAME["hermes"].tools, QWEN_TAGS)
 
 Message = tuple[str, str, list[tuple[str, str]]]
 
@@ -70,7 +73,15 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
     ),
     # Cut by a limit: what there is of the call.
     (BY_NAME["hermes"], '<tool_call>{"name": "w", "argu', {}, ("", "", [("w", "{")])),
-    (THINKING_HERMES, "<think>\nhm, so\n</think>\n\nYes.", {}, ("Yes.", "hm, so", [])),
+    (THINKING_HERMES, "<think>\nhm, so\n</think>\n\nYes.", {}, ("Yes.", "hm, so\n", [])),
+    # As llama-server reads what its model was made to say.
+    (THINKING_HERMES, "<think>hm </think> Yes\n", {}, (" Yes\n", "hm ", [])),
+    (THINKING_HERMES, "\n <think> hm</think>x", {}, ("x", " hm", [])),
+    (THINKING_HERMES, "<think>hm</think>\nx", {}, ("\nx", "hm", [])),
+    (THINKING_HERMES, "\nhm\n</think>\n\n Yes", {}, ("hm\n</think>\n\n Yes", "", [])),
+    (THINKING_HERMES, "\n <think> x", {"reads_reasoning": False}, ("<think> x", "", [])),
+    (THINKING_HERMES, "\nhm", {"begins_in_reasoning": True}, ("", "\nhm", [])),
+    (THINKING_HERMES, "\nhm", {"begins_in_reasoning": True, "gap_is_open": True}, ("", "hm", [])),
     (THINKING_HERMES, "no thought < of it", {}, ("no thought < of it", "", [])),
     (
         THINKING_HERMES,
@@ -127,7 +138,7 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
     ),
     (BY_NAME["qwen3-coder"], "<tool_call>\n<function=w>\n<param", {}, ("", "", [("w", "{")])),
     (
-        BY_NAME["glm-4"],
+        replace(BY_NAME["glm-4"], reasoning=replace(THINK, end_gap="\n")),
         "<think>hm</think>\n<tool_call>w\n<arg_key>n</arg_key>\n<arg_value>7</arg_value>\n"
         "</tool_call>\n<tool_call>v</tool_call>",
         {},
