@@ -26,13 +26,28 @@ from typing import Any, TypeVar
 
 from engine.adapters.desk import NO_ADAPTERS, AdapterDesk, AdapterSetup, EngineDoors
 from engine.adapters.loaded import LoadedAdapters, describe_adapter
-from engine.errors import ContextOverflow, EngineError, EngineFault, NoSuchSlot, ShuttingDown
+from engine.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineFault,
+    NoSuchSlot,
+    RebuildFailed,
+    ShuttingDown,
+)
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator
 from engine.memory.planner import MemoryPlan
 from engine.memory.prefix_index import PrefixIndex
+from engine.memory.split import MemoryLimits, PoolSizes, SplitShape, ceilings, shape_of
+from engine.rebuild import (
+    RebuildDoors,
+    RebuildReport,
+    Rebuilds,
+    RebuildState,
+    RebuildWish,
+)
 from engine.scheduler import Scheduler, SchedulerParts
 from engine.scheduling.erasing import ErasedSlot, Erasure
 from engine.scheduling.gate import Gate
@@ -82,7 +97,8 @@ class EngineParts:
 
     `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
     key begins. `start_file_work` runs the file side of a save or a restore on another thread.
-    `experts` tells how the moe_cache pool of a model that has one stands.
+    `experts` tells how the moe_cache pool of a model that has one stands, `memory` what all pools
+    have to fit into.
     """
 
     runner: Runner
@@ -97,6 +113,7 @@ class EngineParts:
     start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
     failpoints: Failpoints = field(default_factory=Failpoints)
     experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
+    memory: MemoryLimits = field(default_factory=MemoryLimits)
 
 
 class Engine:
@@ -141,12 +158,16 @@ class Engine:
             chunk_tokens=min(config.chunk_tokens, parts.runner.max_chunk),
             embeds=config.embeds,
         )
+        self._memory = parts.memory
+        self._experts = parts.experts
+        self.rebuilds = Rebuilds(
+            self._rebuild_doors(parts), parts.runner, self._table, pages, parts.failpoints
+        )
         self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
         self._save_s = 0.0
         self._fault: BaseException | None = None
-        self._experts = parts.experts
         self._thread: threading.Thread | None = None
         self._snapshot = self._describe()
 
@@ -261,6 +282,53 @@ class Engine:
         self._check_slot(wish.slot_id)
         self._watch(wish.done, lambda: self._scheduler.transfer(wish))
 
+    def rebuild(self, wish: RebuildWish) -> Future[RebuildReport]:
+        """Gives pools other sizes; see `engine.rebuild.Rebuilds.ask` for the future's outcome.
+
+        Raises:
+            EngineError: ShuttingDown, RebuildFailed or EngineFault, as `submit`.
+        """
+        done: Future[RebuildReport] = Future()
+        self._watch(done, lambda: self.rebuilds.ask(wish, done))
+        # Who gives up wakes the engine, which may be waiting for the end of a drain.
+        done.add_done_callback(lambda _: self._post_locked(_nothing))
+        return done
+
+    def split(self) -> tuple[SplitShape, PoolSizes]:
+        """Returns what the pools share, and their sizes now."""
+        experts = self._experts()[0] if self._experts else None
+        windows, states = self._table.windows, self._table.states
+        sizes = PoolSizes(
+            kv=self._pages.size,
+            swa=windows.pages.size if windows else None,
+            mamba=states.size if states else None,
+            moe_cache=experts.size if experts else None,
+        )
+        return shape_of(self._plan, self._memory, experts), sizes
+
+    def _rebuild_doors(self, parts: EngineParts) -> RebuildDoors:
+        return RebuildDoors(
+            split=self.split,
+            num_rows=lambda: len(self._scheduler.rows),
+            num_transfers=lambda: self._scheduler.num_transfers,
+            set_open=partial(setattr, self._scheduler, "is_open"),
+            post=self._post_locked,
+            start=parts.start_file_work,
+            on_resized=self._on_resized,
+            on_failed=self._on_pools_lost,
+            clock=parts.clock,
+        )
+
+    def _on_resized(self) -> None:
+        with self._wake:
+            self._limits = replace(self._limits, kv_pages=self._pages.size)
+        self._scheduler.refuse_too_long()
+
+    def _on_pools_lost(self) -> None:
+        self._table.empty_all()
+        failed_in = self.rebuilds.failed_in
+        self._scheduler.refuse_waiting(lambda: RebuildFailed(failed_in), begun_too=True)
+
     def stop(self, grace_s: float = 0.0, *, save_s: float = 0.0) -> None:
         """Ends the engine: what waits fails with ShuttingDown, what runs may go on for `grace_s`.
 
@@ -291,10 +359,12 @@ class Engine:
             command()
         if stop_at_s is not None:
             self._scheduler.refuse_waiting(ShuttingDown)
+            self.rebuilds.stop(ShuttingDown)
             if self._clock() >= stop_at_s - self._save_s:
                 self._scheduler.cancel_all(CancelCause.SHUTDOWN)
             if self._clock() >= stop_at_s:
                 self._scheduler.stop_transfers(ShuttingDown)
+        self.rebuilds.run()
         began_s = self._clock()
         if self._scheduler.step():
             self._step_timer.add(self._clock() - began_s)
@@ -321,7 +391,7 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    self._wake.wait_for(self._is_wanted, self._time_to_stop())
+                    self._wake.wait_for(self._is_wanted, self._patience())
                 if not self.step():
                     self._calls.close(ShuttingDown)
                     return
@@ -330,13 +400,15 @@ class Engine:
             self._die(error)
 
     def _is_wanted(self) -> bool:
-        if self._inbox or self._scheduler.has_work:
+        if self._inbox or self._scheduler.has_work or self.rebuilds.has_work:
             return True
         # After a stop it goes on until nothing runs; transfers report when they are through.
         return self._stop_at_s is not None and not self._scheduler.num_transfers
 
-    def _time_to_stop(self) -> float | None:
-        return None if self._stop_at_s is None else max(0.0, self._stop_at_s - self._clock())
+    def _patience(self) -> float | None:
+        """How long to wait at most: until the stop that was asked for, or the end of a drain."""
+        ends = [at for at in (self._stop_at_s, self.rebuilds.next_deadline_s) if at is not None]
+        return max(0.0, min(ends) - self._clock()) if ends else None
 
     def _die(self, cause: BaseException) -> None:
         """Fails everything in flight: a dead engine must not leave anybody waiting."""
@@ -376,6 +448,8 @@ class Engine:
             raise self._death()
         if self._stop_at_s is not None:
             raise ShuttingDown
+        if self.rebuilds.state is RebuildState.FAILED:
+            raise RebuildFailed(self.rebuilds.failed_in)
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
@@ -403,7 +477,8 @@ class Engine:
 
     def _describe(self) -> Snapshot:
         queue_limit = self._gate.max_requests
-        now = describe(self._scheduler, self._table, self._pages, self._plan, queue_limit)
+        most = ceilings(*self.split())
+        now = describe(self._scheduler, self._table, self._pages, self._plan, queue_limit, most)
         adapters = tuple(
             describe_adapter(one, self._scheduler.num_users(one.adapter_id))
             for one in self._loaded.adapters
@@ -413,6 +488,10 @@ class Engine:
             return now
         pool, figures = self._experts()
         return replace(now, pools=(*now.pools, pool), experts=figures)
+
+
+def _nothing() -> None:
+    """A command that only makes the engine look around."""
 
 
 def _settle(done: Future[T], work: Callable[[], T]) -> None:

@@ -24,6 +24,12 @@ class Site(Enum):
     RUN = "runner.run"
     LOGITS = "runner.logits"
     SAMPLE = "sampler.sample"
+    REBUILD_COMPILE = "rebuild.compile"
+    REBUILD_COPY_OUT = "rebuild.copy_out"
+    REBUILD_FREE = "rebuild.free"
+    REBUILD_ALLOCATE = "rebuild.allocate"
+    REBUILD_COPY_BACK = "rebuild.copy_back"
+    REBUILD_WARM = "rebuild.warm"
 
 
 class InjectedFault(RuntimeError):

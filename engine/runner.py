@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
-from engine.kernels import native
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
-from engine.model.context import vector
-from engine.model.decoder import forward
-from engine.model.device_pools import Pools, PoolSizes, first_pools, new_pools
-from engine.model.moving import TokenMoves, can_move
-from engine.model.page_io import PageIo
-from engine.model.place import Place, place_layers
+from engine.model.device_pools import Pools, first_pools, new_pages, new_states_of
 from engine.model.spec import ModelSpec
 from engine.model.state_io import StateIo
 from engine.model.states import StatePool
 from engine.model.weights import Weights
-from engine.packed_step import Bucket, PackedStep, StepLimits
+from engine.packed_step import Bucket
+from engine.pool_programs import LONG_CHUNK, PoolPrograms, RunnerConfig
 from engine.step import (
+    DeviceSizes,
     FloatArray,
     IntArray,
     PageContent,
@@ -51,46 +43,7 @@ from engine.step import (
 )
 from engine.types import PoolKind
 
-NUM_CANDIDATES = 64
-_LANES = 128  # width of the first stage of the candidate search
-_CHUNK_BUCKETS = (32, 128, 512, 2048)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-# Candidates (ids, then logits), log-sum-exp, finiteness, all logits, and hidden states or None.
-_Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
-_Program = Callable[..., tuple[_Results, Pools]]
-
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """Sizes of the device side.
-
-    `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool, `num_states`
-    usable states of the mamba pool; the sink of each, number 0, is extra. `embeds`: steps may ask
-    for hidden states.
-    """
-
-    max_rows: int
-    max_chunk: int
-    context_tokens: int
-    num_pages: int
-    page_tokens: int
-    kv_dtype: str
-    num_window_pages: int = 0
-    adapters: AdapterCapacity = field(default_factory=AdapterCapacity)
-    num_states: int = 0
-    embeds: bool = False
-
-    @property
-    def pool_sizes(self) -> PoolSizes:
-        """What the pools hold."""
-        return PoolSizes(
-            self.num_pages,
-            self.num_window_pages,
-            self.num_states,
-            self.page_tokens,
-            self.kv_dtype,
-        )
 
 
 @dataclass(frozen=True)
@@ -164,21 +117,9 @@ class JaxRunner:
         spec = spec.at_context(config.context_tokens)
         self._spec = spec
         self._pool, self._states = first_pools(spec, config.pool_sizes)
-        self._places = place_layers(
-            spec, config.num_pages, config.num_window_pages, config.num_states
-        )
-        self._page_io = PageIo(
-            self._pool, self._places, (config.num_pages, config.num_window_pages)
-        )
-        self._state_io = None
-        if self._states is not None:
-            self._state_io = StateIo(self._states, spec.num_recurrent_layers, config.num_states)
         self._weights = weights
-        self._config = config
-        self._moves = self._token_moves()
         self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
-        self._limits = _step_limits(spec, config)
-        self._programs: dict[Bucket, _Program] = {}
+        self._programs = PoolPrograms(spec, weights, config, self._banks)
         self._hidden: FloatArray | None = None
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
@@ -207,57 +148,56 @@ class JaxRunner:
 
     def buckets(self) -> list[tuple[int, int]]:
         """Every compiled shape as (decode rows, chunk tokens)."""
-        return [(b.rows, b.chunk) for b in self._buckets()]
-
-    def _buckets(self) -> list[Bucket]:
-        rows = _row_buckets(self._config.max_rows)
-        chunks = [c for c in _CHUNK_BUCKETS if c < self._config.max_chunk]
-        chunks.append(self._config.max_chunk)
-        return [Bucket(r, 0) for r in rows] + [Bucket(rows[-1], c) for c in chunks]
+        return [(b.rows, b.chunk) for b in self._programs.shapes()]
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
-        """Compiles every bucket and the transfers of pages; runs the small ones once on padding.
+        """Compiles every program and runs the small ones once; see `PoolPrograms.compile`."""
+        for compilation in self._banks.compilations() if self._banks else []:
+            compilation()
+        self._programs.compile(progress, workers)
+        self.warm()
 
-        Args:
-            progress: Called with (programs ready, programs in all).
-            workers: Compilations at a time; tracing holds the interpreter, compiling does not.
-        """
-        buckets = self._buckets()
-        if self._config.embeds:
-            buckets += [replace(bucket, has_hidden=True) for bucket in buckets if bucket.chunk]
-        if self._banks:
-            buckets += [replace(bucket, has_adapters=True) for bucket in buckets]
-        work: list[Callable[[], None]] = [partial(self._prepare, bucket) for bucket in buckets]
-        work += self._page_io.compilations(self._pool)
-        if self._state_io is not None and self._states is not None:
-            work += self._state_io.compilations(self._states)
-        work += self._banks.compilations() if self._banks else []
-        work += [partial(self._moves.compile, self._pool)] if self._moves else []
-        with ThreadPoolExecutor(workers) as pool:
-            compiling = [pool.submit(one) for one in work]
-            for done, compiled in enumerate(compiling, 1):
-                compiled.result()
-                if progress:
-                    progress(done, len(work))
-        for bucket in buckets:
-            if bucket.chunk > _CHUNK_BUCKETS[0]:
-                continue  # a long chunk takes as long on padding as on a prompt
-            self._call(bucket, self._packed(bucket).pack(StepBatch((), None)))
+    # Other sizes; see `engine.step.Resizable`.
 
-    def _packed(self, bucket: Bucket) -> PackedStep:
-        return PackedStep(bucket, self._limits)
+    @property
+    def pools(self) -> PoolPrograms:
+        """What runs now."""
+        return self._programs
 
-    def _prepare(self, bucket: Bucket) -> None:
-        self._programs[bucket] = self._compile(bucket)
+    def prepare(self, sizes: DeviceSizes) -> PoolPrograms:
+        """Compiles all programs of other sizes."""
+        config = self._config.at(sizes)
+        programs = PoolPrograms(self._spec, self._weights, config, self._banks)
+        programs.compile()
+        return programs
 
-    def _compile(self, bucket: Bucket) -> _Program:
-        shape = self._packed(bucket)
-        step = partial(_step, self._spec, shape)
-        packed = jax.ShapeDtypeStruct((shape.length,), jnp.int32)
-        jitted = jax.jit(step, donate_argnums=3)
-        banks = self._bank_arrays(bucket)
-        pools = self._pool, self._states
-        return jitted.lower(self._weights, banks, self._places, pools, packed).compile()
+    def free_pools(self, target: PoolPrograms) -> None:
+        """Frees the arrays that have another size there."""
+        now, then = self._programs.sizes, target.sizes
+        if (now.kv, now.swa) != (then.kv, then.swa):
+            _delete(self._pool)
+        if now.mamba != then.mamba:
+            _delete(self._states)
+
+    def allocate_pools(self, target: PoolPrograms) -> None:
+        """Makes what was freed anew, empty; nothing has changed if there is no memory for it."""
+        pages, states = self._pool, self._states
+        if _is_deleted(pages):
+            pages = new_pages(self._spec, target.config.pool_sizes)
+        if _is_deleted(states):
+            states = new_states_of(self._spec, target.config.pool_sizes)
+        jax.block_until_ready((pages, states))
+        self._pool, self._states, self._programs = pages, states, target
+
+    def warm(self) -> None:
+        """Runs the programs of short steps once on padding."""
+        for bucket in self._programs.buckets():
+            if bucket.chunk <= LONG_CHUNK:
+                self._call(bucket, self._programs.packed(bucket).pack(StepBatch((), None)))
+
+    @property
+    def _config(self) -> RunnerConfig:
+        return self._programs.config
 
     def _bank_arrays(self, bucket: Bucket) -> BankArrays | None:
         return self._banks.arrays if self._banks and bucket.has_adapters else None
@@ -270,7 +210,7 @@ class JaxRunner:
             PoolLost: The step failed with the pools in its hands; they are new and empty now.
         """
         bucket = self._bucket_for(batch)
-        outputs = self._call(bucket, self._packed(bucket).pack(batch))
+        outputs = self._call(bucket, self._programs.packed(bucket).pack(batch))
         self._hidden = None
         if batch.chunk and outputs.hidden is not None:
             self._hidden = np.asarray(outputs.hidden)[: len(batch.chunk.tokens)]
@@ -301,28 +241,28 @@ class JaxRunner:
     @property
     def transfer_pages(self) -> int:
         """See `engine.step.PageStore`, as for all four of these."""
-        return self._page_io.transfer_pages
+        return self._programs.page_io.transfer_pages
 
     def page_layout(self, kind: PoolKind) -> PageLayout:
         """What a page of the kv or the swa pool holds."""
-        return self._page_io.layout(kind)
+        return self._programs.page_io.layout(kind)
 
     def read_pages(self, kind: PoolKind, page_ids: Sequence[int]) -> PageRead:
         """Gathers whole pages on the device."""
-        return self._page_io.read(self._pool, kind, page_ids)
+        return self._programs.page_io.read(self._pool, kind, page_ids)
 
     def write_pages(self, kind: PoolKind, page_ids: Sequence[int], content: PageContent) -> None:
         """Fills pages from the host."""
-        self._change_pages(lambda pool: self._page_io.write(pool, kind, page_ids, content))
+        self._change_pages(lambda pool: self._programs.page_io.write(pool, kind, page_ids, content))
 
     def copy_pages(self, kind: PoolKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole pages on the device."""
-        self._change_pages(lambda pool: self._page_io.copy(pool, kind, sources, targets))
+        self._change_pages(lambda pool: self._programs.page_io.copy(pool, kind, sources, targets))
 
     @property
     def can_move_tokens(self) -> bool:
         """Whether this model's tokens can be moved to other positions."""
-        return self._moves is not None
+        return self._programs.moves is not None
 
     def move_tokens(
         self,
@@ -332,21 +272,14 @@ class JaxRunner:
         sources: Sequence[int],
     ) -> None:
         """See `engine.step.PageStore`."""
-        moves = self._moves
+        moves = self._programs.moves
         assert moves, "tokens of this model cannot be moved"
         self._change_pages(lambda pool: moves.move(pool, old_pages, new_pages, first, sources))
-
-    def _token_moves(self) -> TokenMoves | None:
-        spec, given = self._spec, self._weights.globals
-        if not can_move(spec):
-            return None
-        factors = [vector(given, rope.factors) if rope.factors else None for rope in spec.ropes]
-        return TokenMoves(spec, factors, self._places, self._config.num_pages)
 
     @property
     def state_layout(self) -> StateLayout | None:
         """See `engine.step.StateStore`, as for the next three."""
-        return self._state_io.layout if self._state_io else None
+        return self._programs.state_io.layout if self._programs.state_io else None
 
     def read_state(self, state_id: int) -> StateRead:
         """Gathers a state on the device."""
@@ -364,9 +297,10 @@ class JaxRunner:
         self._change_states(lambda states: programs.copy(states, source, target))
 
     def _state_programs(self) -> tuple[StateIo, StatePool]:
-        if self._state_io is None or self._states is None:
+        programs = self._programs.state_io
+        if programs is None or self._states is None:
             raise ValueError("the model has no recurrent layers")
-        return self._state_io, self._states
+        return programs, self._states
 
     def _change_states(self, change: Callable[[StatePool], StatePool]) -> None:
         _, given = self._state_programs()
@@ -391,7 +325,7 @@ class JaxRunner:
             PoolLost: it did.
         """
         if any(array.is_deleted() for array in jax.tree.leaves(given)):
-            self._pool, self._states = new_pools(self._spec, self._config.pool_sizes)
+            self._pool, self._states = self._programs.new_pools()
             raise PoolLost(f"a program took the pools with it: {error}") from error
 
     def _bucket_for(self, batch: StepBatch) -> Bucket:
@@ -400,7 +334,7 @@ class JaxRunner:
         if batch.chunk and len(batch.chunk.tokens) == 0:
             raise ValueError("a chunk evaluates at least one token")
         chunk = len(batch.chunk.tokens) if batch.chunk else 0
-        for bucket in self._buckets():
+        for bucket in self._programs.shapes():
             fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
             if fits and (chunk > 0) == (bucket.chunk > 0):
                 return replace(
@@ -414,8 +348,8 @@ class JaxRunner:
     def _call(self, bucket: Bucket, packed: IntArray) -> _Outputs:
         given = self._pool, self._states
         try:
-            (ids, logits, log_sums, finite, full, hidden), pools = self._programs[bucket](
-                self._weights, self._bank_arrays(bucket), self._places, given, packed
+            (ids, logits, log_sums, finite, full, hidden), pools = self._programs.step(bucket)(
+                self._weights, self._bank_arrays(bucket), self._programs.places, given, packed
             )
             # Some failures of a program show only here, when its results are waited for.
             outputs = _Outputs(
@@ -433,77 +367,14 @@ class JaxRunner:
         return outputs
 
 
-def _row_buckets(most: int) -> list[int]:
-    """1, 2, 4, ... up to and including `most`.
-
-    Measured on native kernels (docs/benchmarks.md): a row of padding costs an eighth of a step of
-    one row, a program 0.12 s of processor time at each start.
-    """
-    sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
-    return sizes
-
-
 def _banks(spec: ModelSpec, capacity: AdapterCapacity, *, is_native: bool) -> AdapterBanks | None:
     return AdapterBanks(spec, capacity, is_native=is_native) if capacity.count else None
 
 
-def _step_limits(spec: ModelSpec, config: RunnerConfig) -> StepLimits:
-    blocks = -(-config.context_tokens // BLOCK_TOKENS)
-    sizes = (config.num_pages, config.num_window_pages)
-    num_kinds = 1 + bool(spec.num_window_layers) if spec.has_attention else 0
-    return StepLimits(
-        vocab_size=spec.vocab_size,
-        page_tokens=config.page_tokens,
-        num_pages=sizes[:num_kinds],
-        table_pages=blocks * (BLOCK_TOKENS // config.page_tokens),
-        num_adapters=config.adapters.count,
-        num_states=config.num_states,
-    )
+def _delete(arrays: KvPool | StatePool | None) -> None:
+    for array in jax.tree.leaves(arrays):
+        array.delete()
 
 
-def _step(
-    spec: ModelSpec,
-    shape: PackedStep,
-    weights: Weights,
-    banks: BankArrays | None,
-    places: Place,
-    pools: Pools,
-    packed: jax.Array,
-) -> tuple[_Results, Pools]:
-    step = shape.unpack(packed)
-    bucket = shape.bucket
-    logits, hidden, pool, states = forward(
-        spec, weights, places, *pools, step, bucket.rows, banks, has_hidden=bucket.has_hidden
-    )
-    ids, best = _candidates(logits)
-    if weights.is_native:
-        log_sums = native.log_sum_exp(logits)
-    else:
-        log_sums = jax.nn.logsumexp(logits, axis=-1)
-    finite = jnp.isfinite(logits).all(-1)
-    return (ids, best, log_sums, finite, logits, hidden), (pool, states)
-
-
-def _candidates(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The best logits of each row with their ids, falling, ties by rising id.
-
-    Two stages, because a top-k over the vocabulary is slow on CPU: the best candidates can only
-    lie in the NUM_CANDIDATES groups of neighbours with the largest maxima. Groups are put back in
-    id order before the second stage, which keeps ties in id order.
-    """
-    rows, vocab = logits.shape
-    count = min(NUM_CANDIDATES, vocab)
-    groups = -(-vocab // _LANES)
-    if groups <= count:
-        best, ids = lax.top_k(logits, count)
-        return ids, best
-    padded = jnp.pad(logits, ((0, 0), (0, groups * _LANES - vocab)), constant_values=-jnp.inf)
-    grouped = padded.reshape(rows, groups, _LANES)
-    _, chosen = lax.top_k(grouped.max(-1), count)
-    chosen = jnp.sort(chosen, axis=-1)
-    members = jnp.take_along_axis(grouped, chosen[..., None], axis=1).reshape(rows, -1)
-    best, places = lax.top_k(members, count)
-    group = jnp.take_along_axis(chosen, places // _LANES, axis=1)
-    return group * _LANES + places % _LANES, best
+def _is_deleted(arrays: KvPool | StatePool | None) -> bool:
+    return any(array.is_deleted() for array in jax.tree.leaves(arrays))

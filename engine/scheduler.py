@@ -57,6 +57,8 @@ class Scheduler:
         self._ledger = Ledger()
         self._num_tasks = 0
         self._num_turns = 0
+        # While the pools are about to be replaced, what waits goes on waiting.
+        self.is_open = True
 
     @property
     def has_work(self) -> bool:
@@ -106,11 +108,27 @@ class Scheduler:
             if not slot.is_idle:
                 self._ledger.failed(request, busy(slot), None)
                 return
-        self._queue.push(Arrival(request, submitted_s, save=save))
+        arrival = Arrival(request, submitted_s, save=save)
+        self._queue.push(arrival)
+        self._refuse_if_too_long(arrival)
 
     def transfer(self, wish: Save | Restore) -> None:
         """Saves or restores a slot from the next step on in which it is idle."""
         self._transfers.add(wish)
+
+    def refuse_too_long(self) -> None:
+        """Fails what waits and can never start, since the pool was made smaller."""
+        for arrival in list(self._queue.in_turn()):
+            self._refuse_if_too_long(arrival)
+
+    def _refuse_if_too_long(self, arrival: Arrival) -> None:
+        refusal = self._room.refusal(len(arrival.tokens))
+        if refusal is not None:
+            self._refuse(arrival, refusal)
+
+    def _refuse(self, arrival: Arrival, error: Exception) -> None:
+        self._queue.discard(arrival.request.request_id)
+        self._ledger.failed(arrival.request, error, arrival.row)
 
     def cancel(self, request_id: str, cause: CancelCause) -> None:
         """Ends a request at once; one that has ended already is left alone."""
@@ -141,12 +159,13 @@ class Scheduler:
         """Erases a slot in the next step in which it is idle."""
         self._erasures.add(erasure)
 
-    def refuse_waiting(self, make_error: Callable[[], Exception]) -> None:
-        """Fails the requests that never started and the erases that wait."""
+    def refuse_waiting(
+        self, make_error: Callable[[], Exception], *, begun_too: bool = False
+    ) -> None:
+        """Fails the requests that never started, or that wait at all, and whatever else waits."""
         for arrival in list(self._queue.in_turn()):
-            if arrival.row is None:
-                self._queue.discard(arrival.request.request_id)
-                self._ledger.failed(arrival.request, make_error(), None)
+            if arrival.row is None or begun_too:
+                self._refuse(arrival, make_error())
         self._erasures.fail(make_error)
         self.unloads.fail(make_error)
         self._transfers.refuse_waiting(make_error)
@@ -167,8 +186,9 @@ class Scheduler:
         self._expire(now_s)
         self._erasures.run()
         self.unloads.run()
-        self._transfers.run()
-        self._admit_all(now_s)
+        if self.is_open:
+            self._transfers.run()
+            self._admit_all(now_s)
         self._shift_all()
         self._make_room()
         for row in self._rows.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine.memory.pages import PageAllocator
 from engine.memory.planner import MIN_KV_PAGES, MemoryPlan
 from engine.scheduler import Scheduler
@@ -16,17 +18,18 @@ def describe(
     pages: PageAllocator,
     plan: MemoryPlan,
     queue_limit: int,
+    ceilings: Mapping[PoolKind, int],
 ) -> Snapshot:
-    """Returns the engine's state as one immutable value."""
+    """Returns the engine's state as one immutable value; `ceilings` are the pools' greatest sizes."""
     rows = {row.home.slot_id: row for row in scheduler.rows}
     return Snapshot(
         slots=tuple(
             _slot_info(slot, rows.get(slot.slot_id), table.context_tokens) for slot in table.slots
         ),
         pools=(
-            _kv_info(table, pages, plan),
-            *_swa_info(table, plan),
-            *_mamba_info(table, plan),
+            _kv_info(table, pages, plan, ceilings),
+            *_swa_info(table, plan, ceilings),
+            *_mamba_info(table, plan, ceilings),
         ),
         running=len(rows),
         queued=scheduler.num_waiting,
@@ -52,7 +55,9 @@ def _slot_info(slot: Slot, row: Row | None, context_tokens: int) -> SlotInfo:
     )
 
 
-def _kv_info(table: SlotTable, pages: PageAllocator, plan: MemoryPlan) -> PoolInfo:
+def _kv_info(
+    table: SlotTable, pages: PageAllocator, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
+) -> PoolInfo:
     busy, idle = table.page_use()
     return PoolInfo(
         kind=PoolKind.KV,
@@ -62,17 +67,19 @@ def _kv_info(table: SlotTable, pages: PageAllocator, plan: MemoryPlan) -> PoolIn
         pinned=len(idle),
         cached=pages.size - pages.num_free - len(busy) - len(idle),
         floor=MIN_KV_PAGES,
-        ceiling=pages.size,
+        ceiling=ceilings[PoolKind.KV],
         unit_bytes=plan.page_bytes,
         unit_tokens=plan.page_tokens,
     )
 
 
-def _swa_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
+def _swa_info(
+    table: SlotTable, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
+) -> tuple[PoolInfo, ...]:
     """The window pool, of models that have one."""
     if plan.window is None or table.windows is None:
         return ()
-    size, free = plan.window.pages, table.windows.num_free
+    size, free = table.windows.pages.size, table.windows.num_free
     used, pinned = table.window_page_use()
     return (
         PoolInfo(
@@ -83,14 +90,16 @@ def _swa_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
             pinned=pinned,
             cached=size - free - used - pinned,
             floor=plan.window.floor,
-            ceiling=size,
+            ceiling=ceilings[PoolKind.SWA],
             unit_bytes=plan.window.page_bytes,
             unit_tokens=plan.page_tokens,
         ),
     )
 
 
-def _mamba_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
+def _mamba_info(
+    table: SlotTable, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
+) -> tuple[PoolInfo, ...]:
     """The states of recurrent layers, of models that have them."""
     if plan.states is None or table.states is None:
         return ()
@@ -106,7 +115,7 @@ def _mamba_info(table: SlotTable, plan: MemoryPlan) -> tuple[PoolInfo, ...]:
             pinned=pinned,
             cached=cached,
             floor=plan.states.floor,
-            ceiling=size,
+            ceiling=ceilings[PoolKind.MAMBA],
             unit_bytes=plan.states.state_bytes,
             unit_tokens=0,
         ),

@@ -310,7 +310,60 @@ class StateStore(Protocol):
         ...
 
 
-class Runner(PageStore, StateStore, Protocol):
+@dataclass(frozen=True)
+class DeviceSizes:
+    """Usable pages of the kv and the swa pool and states of the mamba pool, 0 where there is none."""
+
+    kv: int
+    swa: int = 0
+    mamba: int = 0
+
+
+class PreparedPools(Protocol):
+    """All that pools of these sizes need to be run on, compiled."""
+
+    @property
+    def sizes(self) -> DeviceSizes:
+        """The sizes."""
+        ...
+
+
+class Resizable(Protocol):
+    """Pools of other sizes: `prepare`, then `free_pools`, `allocate_pools` and `warm`.
+
+    All but `prepare` are for the engine thread. Each of them may be called again after one failed,
+    with the old or the new sizes: what is allocated is what the last good call says.
+    """
+
+    @property
+    def pools(self) -> Any:
+        """What runs now: a `PreparedPools`, to go back to."""
+        ...
+
+    def prepare(self, sizes: DeviceSizes) -> Any:
+        """Returns the `PreparedPools` of other sizes; any thread may call it, while steps run."""
+        ...
+
+    def free_pools(self, target: Any) -> None:
+        """Frees the pools that have another size there; what they held is lost.
+
+        Pages of both kinds share their arrays, so they go together.
+        """
+        ...
+
+    def allocate_pools(self, target: Any) -> None:
+        """Makes what was freed anew, empty, and goes over to the sizes of `target`.
+
+        Raises whatever the device raises; then nothing has changed.
+        """
+        ...
+
+    def warm(self) -> None:
+        """Runs programs once on padding."""
+        ...
+
+
+class Runner(PageStore, StateStore, Resizable, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""
 
     @property

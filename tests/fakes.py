@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from engine.engine import Engine, EngineParts
 from engine.failpoints import Failpoints
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.step import (
+    DeviceSizes,
     FloatArray,
     IntArray,
     PageContent,
@@ -223,6 +225,13 @@ class FakeStateRead:
         return self.content
 
 
+@dataclass(frozen=True)
+class FakePools:
+    """What pools of these sizes would run on."""
+
+    sizes: DeviceSizes
+
+
 @dataclass
 class FakeRunner:
     """Evaluates steps over its own page memory. Wrong work is an assertion, not a wrong answer.
@@ -253,11 +262,49 @@ class FakeRunner:
     transfer_pages: int = 2
     fail_transfer_with: Exception | None = None
     can_move_tokens: bool = True
+    fail_prepare_with: Exception | None = None
+    fail_allocations_with: list[Exception] = field(default_factory=list[Exception])
 
     _hidden: FloatArray | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._forget()
+
+    @property
+    def pools(self) -> FakePools:
+        return FakePools(DeviceSizes(self.num_pages, self.num_window_pages, self.num_states))
+
+    def prepare(self, sizes: DeviceSizes) -> FakePools:
+        error, self.fail_prepare_with = self.fail_prepare_with, None
+        if error is not None:
+            raise error
+        return FakePools(sizes)
+
+    def free_pools(self, target: FakePools) -> None:
+        """What is freed is gone: nothing of it may be read, whatever is allocated next."""
+        now, then = self.pools.sizes, target.sizes
+        if (now.kv, now.swa) != (then.kv, then.swa):
+            self._memory, self._window_memory = (np.empty((0, 0), np.int32) for _ in range(2))
+        if now.mamba != then.mamba:
+            self._states = []
+
+    def allocate_pools(self, target: FakePools) -> None:
+        if self.fail_allocations_with:
+            raise self.fail_allocations_with.pop(0)
+        sizes = target.sizes
+        if not self._memory.size:
+            shapes = ((sizes.kv + 1, self.page_tokens), (sizes.swa + 1, self.page_tokens))
+            self._memory, self._window_memory = (
+                np.full(shape, _UNWRITTEN, dtype=np.int32) for shape in shapes
+            )
+        self._states = self._states or [None] * (sizes.mamba + 1)
+        assert len(self._memory) == sizes.kv + 1
+        assert len(self._window_memory) == sizes.swa + 1
+        assert len(self._states) == sizes.mamba + 1
+        self.num_pages, self.num_window_pages, self.num_states = sizes.kv, sizes.swa, sizes.mamba
+
+    def warm(self) -> None:
+        assert len(self._memory) == self.num_pages + 1
 
     @property
     def state_layout(self) -> StateLayout | None:
@@ -577,6 +624,7 @@ def fake_engine(
     window: int | None = None,
     num_adapters: int = 0,
     is_recurrent: bool = False,
+    **changes: Any,
 ) -> Engine:
     """The real engine over the fakes, not started. The default has 4 slots of 256 tokens.
 
@@ -597,6 +645,7 @@ def fake_engine(
         draw_seed=lambda: 42,
         new_error_id=lambda: f"error-{next(error_ids)}",
         failpoints=failpoints or Failpoints(),
+        **changes,
     )
     return Engine(config, plan, parts, sink=sink)
 

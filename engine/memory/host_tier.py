@@ -33,11 +33,19 @@ class HostTier:
 
     def admits(self, key: bytes) -> bool:
         """Returns whether a page with this key can be kept at all."""
+        needed = self.cost_of(key)
+        return needed is not None and self.has_room_for(needed)
+
+    def cost_of(self, key: bytes) -> int | None:
+        """Returns the bytes of a page with this key; None while the tier is off."""
         if self._store is None or self._limit_bytes == 0:
-            return False
+            return None
         layout = self._store.page_layout(PoolKind.KV)
-        needed = layout.token_bytes * (len(key) // 4) + NODE_BYTES + len(key)
-        return self._limit_bytes is None or needed <= self._limit_bytes
+        return layout.token_bytes * (len(key) // 4) + NODE_BYTES + len(key)
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Returns whether so many bytes in all are within the limit."""
+        return self._limit_bytes is None or num_bytes <= self._limit_bytes
 
     def has_room(self, content: PageContent, key: bytes) -> bool:
         """Returns whether a page more would stay within the limit."""

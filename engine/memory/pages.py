@@ -59,6 +59,27 @@ class PageAllocator:
         """Pages that nobody holds."""
         return len(self._free)
 
+    def held_ids(self) -> list[int]:
+        """Returns the pages that have a holder, rising."""
+        return [page_id for page_id, count in enumerate(self._holders) if count]
+
+    def resize(self, size: int) -> dict[int, int]:
+        """Gives the pool another size; pages that are held are numbered anew, 1 and up, in order.
+
+        Returns each old id with its new one, which every holder must use from now on.
+
+        Raises:
+            ValueError: `size` is not positive, or more pages are held; nothing has changed.
+        """
+        held = self.held_ids()
+        if size < max(1, len(held)):
+            raise ValueError(f"{len(held)} pages are held of a pool of {size}")
+        counts = [self._holders[page_id] for page_id in held]
+        self._holders = [0, *counts, *[0] * (size - len(held))]
+        self._free = list(range(size, len(held), -1))
+        self.num_changes += 1
+        return {old: new for new, old in enumerate(held, 1)}
+
     def num_holders(self, page_id: int) -> int:
         """Returns how many holders a page has.
 

@@ -13,7 +13,7 @@ tokens; slots, requests and what a page holds are not its business.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -101,6 +101,20 @@ class PrefixIndex:
     def num_host_nodes(self) -> int:
         """Pages in host memory."""
         return len(self._on_host)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all pages, on the device and on the host."""
+        return sum(node.num_tokens for node in (*self._on_device, *self._on_host))
+
+    def device_nodes(self) -> list[PageNode]:
+        """Returns the pages on the device, least recently used first."""
+        return list(self._on_device)
+
+    def renumber(self, ids: Mapping[int, int]) -> None:
+        """Follows the pool, in which every page has another id."""
+        for node in self._on_device:
+            node.page_id = ids[node.page_id]
 
     def held_pages(self) -> list[int]:
         """Returns the pages of which the index is a holder."""

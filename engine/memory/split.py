@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.errors import BelowFloor, NoSuchPool, TooLarge
-from engine.types import PoolKind
+from engine.memory.planner import MIN_KV_PAGES, MemoryPlan
+from engine.types import PoolInfo, PoolKind
 
 # Pools whose target sizes come off the budget; the others share what is left of it.
 FIXED_POOLS = frozenset({PoolKind.SWA, PoolKind.MAMBA})
@@ -112,6 +113,31 @@ class Split:
     needed_bytes: int
     budget_bytes: int
     fixed_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What the pools have to fit into, and beside what.
+
+    `fixed_bytes` are weights, adapter banks and workspace, `limit_bytes` all that may be taken.
+    """
+
+    architecture: str = ""
+    fixed_bytes: int = 0
+    limit_bytes: int = 1 << 40
+
+
+def shape_of(plan: MemoryPlan, limits: MemoryLimits, experts: PoolInfo | None) -> SplitShape:
+    """Returns the pools of a model; `experts` is its moe_cache pool, if it has one."""
+    pools = [PoolShape(PoolKind.KV, plan.page_bytes, floor=MIN_KV_PAGES)]
+    if plan.window:
+        pools.append(PoolShape(PoolKind.SWA, plan.window.page_bytes, floor=plan.window.floor))
+    if plan.states:
+        pools.append(PoolShape(PoolKind.MAMBA, plan.states.state_bytes, floor=plan.states.floor))
+    if experts:
+        most = experts.ceiling
+        pools.append(PoolShape(PoolKind.MOE_CACHE, experts.unit_bytes, experts.floor, most))
+    return SplitShape(limits.architecture, tuple(pools), limits.fixed_bytes, limits.limit_bytes)
 
 
 def check_target(shape: SplitShape, current: PoolSizes, target: PoolSizes) -> Split:

@@ -34,7 +34,7 @@ class PoolSizes:
 
 def new_pools(spec: ModelSpec, sizes: PoolSizes) -> Pools:
     """Empty pools."""
-    return _new_pages(spec, sizes), _new_states(spec, sizes)
+    return new_pages(spec, sizes), new_states_of(spec, sizes)
 
 
 def first_pools(spec: ModelSpec, sizes: PoolSizes) -> Pools:
@@ -47,10 +47,10 @@ def first_pools(spec: ModelSpec, sizes: PoolSizes) -> Pools:
     elements = sum(math.prod(shape) for shape in shapes)
     needed = elements * jnp.dtype(_KV_DTYPES[sizes.kv_dtype]).itemsize
     with _blaming("context_tokens", f"keys and values of {shapes[0][0]} pages need {needed} bytes"):
-        pages = _new_pages(spec, sizes)
+        pages = new_pages(spec, sizes)
     needed = num_state_units(spec, sizes.states) * (spec.state.nbytes if spec.state else 0)
     with _blaming("mamba_slots", f"{sizes.states} states need {needed} bytes"):
-        return pages, _new_states(spec, sizes)
+        return pages, new_states_of(spec, sizes)
 
 
 def _page_shapes(spec: ModelSpec, sizes: PoolSizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -60,13 +60,15 @@ def _page_shapes(spec: ModelSpec, sizes: PoolSizes) -> tuple[tuple[int, ...], tu
     return (*lead, kv.key_dim), (*lead, kv.value_dim)
 
 
-def _new_pages(spec: ModelSpec, sizes: PoolSizes) -> KvPool:
+def new_pages(spec: ModelSpec, sizes: PoolSizes) -> KvPool:
+    """Empty pages."""
     dtype = _KV_DTYPES[sizes.kv_dtype]
     keys, values = (jnp.zeros(shape, dtype) for shape in _page_shapes(spec, sizes))
     return KvPool(keys, values)
 
 
-def _new_states(spec: ModelSpec, sizes: PoolSizes) -> StatePool | None:
+def new_states_of(spec: ModelSpec, sizes: PoolSizes) -> StatePool | None:
+    """Empty states; None where the model has none."""
     if spec.state is None:
         return None
     return new_states(spec.state, num_state_units(spec, sizes.states))

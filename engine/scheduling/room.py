@@ -158,6 +158,11 @@ class Room:
         window_pages = windows.pages.allocate(num_window_pages) if windows else []
         return Reserved(self._pages.allocate(num_pages), window_pages)
 
+    def refusal(self, num_tokens: int) -> KvPagesExhausted | None:
+        """Returns why a sequence can never start, if the whole pool is smaller."""
+        needed = pages_for(num_tokens, self._table.page_tokens)
+        return KvPagesExhausted(needed, self._pages.size) if needed > self._pages.size else None
+
     def is_short(self, row: Row) -> bool:
         """Returns whether the row's pending tokens need a page that its slot does not have."""
         return self._table.pages_to_grow(row.home, self._wanted(row)) > 0

@@ -48,6 +48,16 @@ class RecurrentStates:
         """Returns the state of a slot."""
         return self._own[slot_id]
 
+    def held_ids(self) -> list[int]:
+        """Returns the states that are a slot's or a snapshot, rising."""
+        return self._pages.held_ids()
+
+    def resize(self, size: int) -> dict[int, int]:
+        """As `PageAllocator.resize`, for the states; there must still be one for every slot."""
+        ids = self._pages.resize(size)
+        self._own = [ids[state_id] for state_id in self._own]
+        return ids
+
     def next_stop(self, start: int, prompt_tokens: int) -> int | None:
         """Returns the next position after `start` at which a prompt gets a snapshot, if any.
 

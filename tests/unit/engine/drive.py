@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
 from engine.failpoints import Failpoints
 from engine.memory.planner import plan_memory
+from engine.memory.split import MemoryLimits, PoolSizes
+from engine.rebuild import RebuildReport, RebuildWish
 from engine.types import (
     Cancelled,
     Chunk,
@@ -99,6 +102,7 @@ class Drive:
         host_cache_bytes: int | None = 0,
         context_shift: bool = False,
         embeds: bool = False,
+        limit_bytes: int = 1 << 40,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -125,6 +129,7 @@ class Drive:
         self.events: list[tuple[str, Event]] = []
         self._told: defaultdict[str, list[Event]] = defaultdict(list)
         self.num_calls = 0
+        self.side: list[Callable[[], None]] = []
         self.engine = fake_engine(
             self._on_events,
             config=config,
@@ -134,7 +139,31 @@ class Drive:
             training_tokens=context_tokens,
             window=window,
             is_recurrent=is_recurrent,
+            start_file_work=self.side.append,
+            memory=MemoryLimits("fake", fixed_bytes=1000, limit_bytes=limit_bytes),
         )
+
+    def on_the_side(self) -> Drive:
+        """Does what other threads would have done by now."""
+        work, self.side[:] = list(self.side), []
+        for each in work:
+            each()
+        return self
+
+    def rebuild(
+        self,
+        target: PoolSizes,
+        *,
+        drain_s: float = 0.0,
+        validate_only: bool = False,
+        request_id: str = "rebuild",
+    ) -> Future[RebuildReport]:
+        """Asks for a rebuild; its programs are compiled within the first of two steps."""
+        wish = RebuildWish(target, request_id, drain_s, validate_only)
+        done = self.engine.rebuild(wish)
+        self.steps()
+        self.on_the_side().steps(2)
+        return done
 
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         self.num_calls += 1

@@ -45,6 +45,7 @@ from tests.fakes import (
     fitting_runner,
 )
 from tests.unit.engine.adapter_life import AdapterLife
+from tests.unit.engine.pool_life import PoolLife
 from tests.unit.engine.solo_model import STOP, TOKENIZER, SoloModel, SoloRun
 
 LIVENESS_STEPS = 1000
@@ -97,6 +98,7 @@ class Simulation:
         self._erasures: list[Future[ErasedSlot]] = []
         self._slot_tenants: dict[int, str] = {}
         self.adapters = AdapterLife(seed + 2, _LETTERS)
+        self.pools = PoolLife(seed + 3)
         self._marked_slots: set[int] = set()
         self._homes: dict[str, int] = {}
         self._is_faulty = True
@@ -117,6 +119,7 @@ class Simulation:
             window=self.window,
             num_adapters=self.adapters.num_places,
             is_recurrent=self.is_recurrent,
+            start_file_work=self.pools.start,
         )
         self.context_tokens = self.plan.slot_context_tokens
         self.solo = SoloModel(self.context_tokens, self.window, shifts=self.config.context_shift)
@@ -166,6 +169,8 @@ class Simulation:
             self._break_runner()
         elif draw < 0.75:
             self.adapters.command(self.engine)
+        elif draw < 0.80:
+            self.pools.command(self.engine, self.clock, is_faulty=self._is_faulty)
 
     def _draw_request(self) -> Request:
         rng = self.rng
@@ -262,6 +267,7 @@ class Simulation:
 
     def _step(self) -> None:
         now_s = self.clock()
+        self.pools.work()
         assert self.engine.step()
         self.engine.check_integrity()
         self._check_snapshot(self.engine.snapshot())
@@ -273,6 +279,7 @@ class Simulation:
 
     def _check_snapshot(self, now: Snapshot) -> None:
         assert [pool.kind for pool in now.pools] == self._pool_kinds()
+        self.pools.check(now)
         for pool in now.pools:
             assert pool.free + pool.used + pool.pinned + pool.cached == pool.size
             assert min(pool.free, pool.used, pool.pinned, pool.cached) >= 0
@@ -444,9 +451,10 @@ class Simulation:
         # Alone in a pool smaller than its context, a request ends when the pool is full.
         assert end.reason is FinishReason.CONTEXT_FULL
         assert end.truncated
-        assert self.config.kv_pages is not None
-        full = self.config.kv_pages * self.config.page_tokens
-        assert len(life.request.prompt) + len(tokens) - 1 == full
+        page_tokens = self.config.page_tokens
+        full = len(life.request.prompt) + len(tokens) - 1
+        assert full % page_tokens == 0
+        assert full // page_tokens in self.pools.kv_sizes
         self.seen["finished:pool_full"] += 1
 
     # Rest.
@@ -464,6 +472,8 @@ class Simulation:
         assert all(done.done() for done in self._erasures)
         self._note_erasures()
         self.adapters.come_to_rest()
+        self.pools.come_to_rest()
+        self.seen.update(self.pools.seen)
         self.seen.update(self.adapters.seen)
         end = self.engine.snapshot()
         self._check_accounts(end)

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine import runner as runner_module
+from engine import pool_programs as runner_module
 from engine.errors import InvalidField
 from engine.packed_step import Bucket
-from engine.runner import NUM_CANDIDATES, JaxRunner
-from engine.step import PoolLost, RowLogits, SequenceWork, StepBatch
+from engine.pool_programs import NUM_CANDIDATES
+from engine.runner import JaxRunner
+from engine.step import DeviceSizes, PageContent, PoolLost, RowLogits, SequenceWork, StepBatch
 from engine.types import PoolKind
 from tests.ggufs import (
     TinyLlama,
@@ -314,11 +315,65 @@ def test_no_program_copies_the_pool(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "tiny.gguf", TinyLlama(num_layers=2))
     runner = open_runner(path, max_rows=1, max_chunk=16, num_pages=4096)
     bucket = Bucket(1, 16)
-    program: Any = cast(Any, runner)._compile(bucket)
+    cast(Any, runner.pools)._compile(bucket)
+    program: Any = runner.pools.step(bucket)
     pool: Any = cast(Any, runner)._pool
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.keys.nbytes + pool.values.nbytes
     assert memory.temp_size_in_bytes < pool.keys.nbytes / 8
+
+
+# Other sizes.
+
+
+def contents(runner: JaxRunner, page_ids: list[int]) -> PageContent:
+    """What pages hold, in arrays of their own."""
+    content = runner.read_pages(PoolKind.KV, page_ids).wait()
+    return PageContent(np.array(content.keys), np.array(content.values))
+
+
+def test_pools_of_another_size_hold_what_is_written_back(path: Path) -> None:
+    runner = open_runner(path, max_rows=2, max_chunk=16, num_pages=12)
+    runner.warm_up()
+    one = lane(0)
+    prefill(runner, one, tokens(20), 16)
+    expected = only(decode(runner, one.work([5]))).full()
+    held, old = contents(runner, list(one.pages)), runner.pools
+    prepared = runner.prepare(DeviceSizes(kv=20))
+    compiles = runner.compiles
+    for target in (prepared, old):
+        runner.free_pools(target)
+        runner.allocate_pools(target)
+        runner.write_pages(PoolKind.KV, list(one.pages), held)
+        runner.warm()
+        assert runner.pools is target
+        again = only(decode(runner, one.work([5]))).full()
+        np.testing.assert_array_equal(again, expected)
+    with pytest.raises(ValueError, match="13"):
+        runner.read_pages(PoolKind.KV, [13])
+    # Empty arrays of a shape that was never seen are all that still compiles.
+    assert runner.compiles <= compiles + 2
+
+
+def test_pools_that_cannot_be_allocated_leave_the_old_sizes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner(path, max_rows=2, max_chunk=16, num_pages=12)
+    runner.warm_up()
+    old, prepared = runner.pools, runner.prepare(DeviceSizes(kv=20))
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.runner.new_pages", no_memory)
+        runner.free_pools(prepared)
+        with pytest.raises(MemoryError):
+            runner.allocate_pools(prepared)
+    assert runner.pools is old
+    runner.free_pools(old)
+    runner.allocate_pools(old)
+    prefill(runner, lane(0), tokens(20), 16)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("no memory")
 
 
 # Steps that fail.
@@ -335,7 +390,7 @@ def failing(runner: JaxRunner, monkeypatch: pytest.MonkeyPatch, *, takes_pool: b
 
         return fail
 
-    programs = cast(Any, runner)._programs
+    programs = cast(Any, runner)._programs._steps
     for bucket, program in list(programs.items()):
         monkeypatch.setitem(programs, bucket, instead(program))
 

@@ -76,6 +76,15 @@ EVERY_BRANCH = {
     "preempted",
     "preempted:window",
     "evicted",
+    "rebuilt",
+    "rebuild:forecast",
+    "rebuild:dropped",
+    "rebuild:cancelled",
+    "rebuild:POOLS_BUSY",
+    "rebuild:NO_SUCH_POOL",
+    "rebuild:BELOW_FLOOR",
+    "rebuild:TOO_LARGE",
+    "rebuild:REBUILD_ROLLED_BACK",
 }
 
 # A nightly run is one long test: what hangs is a seed, not the whole.
