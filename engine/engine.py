@@ -36,11 +36,9 @@ from engine.errors import (
 )
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
-from engine.memory.host_tier import HostTier
-from engine.memory.pages import PageAllocator
 from engine.memory.planner import MemoryPlan
-from engine.memory.prefix_index import PrefixIndex
-from engine.memory.split import MemoryLimits, PoolSizes, SplitShape, ceilings, shape_of
+from engine.memory.split import MemoryLimits, ceilings
+from engine.pools import Pools
 from engine.rebuild import (
     RebuildDoors,
     RebuildReport,
@@ -54,11 +52,8 @@ from engine.scheduling.gate import Gate
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.prefixes import prefix_root
-from engine.slots.states import RecurrentStates
-from engine.slots.table import SlotTable
-from engine.slots.window import WindowPages, WindowPolicy
 from engine.snapshot import describe
-from engine.step import PageStore, Runner
+from engine.step import Runner
 from engine.step_timer import StepTimer
 from engine.types import (
     CancelCause,
@@ -127,24 +122,13 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._calls = EngineCalls(self._post_locked)
-        pages = PageAllocator(plan.kv_pages)
-        self._table = SlotTable(
-            config.num_slots,
-            context_tokens=plan.slot_context_tokens,
-            page_tokens=plan.page_tokens,
-            pages=pages,
-            similarity=config.slot_similarity,
-            windows=_window_pages(plan),
-            index=_prefix_index(config, plan, pages, parts.runner),
-            states=_states(config, plan),
-        )
-        self._pages = pages
-        self._plan = plan
+        self.pools = Pools.of(config, plan, parts.runner, parts.memory, parts.experts)
+        self._table, self._pages = self.pools.table, self.pools.pages
         self._clock = parts.clock
         self._new_error_id = parts.new_error_id
         self._loaded = LoadedAdapters(parts.adapters.store, parts.adapters.capacity)
         scheduler_parts = _scheduler_parts(config, parts, self._loaded, self._calls)
-        self._scheduler = Scheduler(scheduler_parts, self._table, pages)
+        self._scheduler = Scheduler(scheduler_parts, self._table, self._pages)
         doors = EngineDoors(self.command, self._watch, self._scheduler.unloads.add)
         self.adapters = AdapterDesk(parts.adapters, self._loaded, doors)
         self._step_timer = StepTimer()
@@ -158,10 +142,8 @@ class Engine:
             chunk_tokens=min(config.chunk_tokens, parts.runner.max_chunk),
             embeds=config.embeds,
         )
-        self._memory = parts.memory
-        self._experts = parts.experts
         self.rebuilds = Rebuilds(
-            self._rebuild_doors(parts), parts.runner, self._table, pages, parts.failpoints
+            self._rebuild_doors(parts), parts.runner, self._table, self._pages, parts.failpoints
         )
         self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self._pending: set[Future[Any]] = set()
@@ -294,21 +276,9 @@ class Engine:
         done.add_done_callback(lambda _: self._post_locked(_nothing))
         return done
 
-    def split(self) -> tuple[SplitShape, PoolSizes]:
-        """Returns what the pools share, and their sizes now."""
-        experts = self._experts()[0] if self._experts else None
-        windows, states = self._table.windows, self._table.states
-        sizes = PoolSizes(
-            kv=self._pages.size,
-            swa=windows.pages.size if windows else None,
-            mamba=states.size if states else None,
-            moe_cache=experts.size if experts else None,
-        )
-        return shape_of(self._plan, self._memory, experts), sizes
-
     def _rebuild_doors(self, parts: EngineParts) -> RebuildDoors:
         return RebuildDoors(
-            split=self.split,
+            split=self.pools.split,
             num_rows=lambda: len(self._scheduler.rows),
             num_transfers=lambda: self._scheduler.num_transfers,
             set_open=partial(setattr, self._scheduler, "is_open"),
@@ -477,16 +447,18 @@ class Engine:
 
     def _describe(self) -> Snapshot:
         queue_limit = self._gate.max_requests
-        most = ceilings(*self.split())
-        now = describe(self._scheduler, self._table, self._pages, self._plan, queue_limit, most)
+        most = ceilings(*self.pools.split())
+        now = describe(
+            self._scheduler, self._table, self._pages, self.pools.plan, queue_limit, most
+        )
         adapters = tuple(
             describe_adapter(one, self._scheduler.num_users(one.adapter_id))
             for one in self._loaded.adapters
         )
         now = replace(now, step_times=self._step_timer.times, adapters=adapters)
-        if self._experts is None:
+        if self.pools.experts is None:
             return now
-        pool, figures = self._experts()
+        pool, figures = self.pools.experts()
         return replace(now, pools=(*now.pools, pool), experts=figures)
 
 
@@ -503,30 +475,6 @@ def _settle(done: Future[T], work: Callable[[], T]) -> None:
         done.set_exception(error)
     else:
         done.set_result(result)
-
-
-def _window_pages(plan: MemoryPlan) -> WindowPages | None:
-    if plan.window is None:
-        return None
-    policy = WindowPolicy(
-        window=plan.window.window,
-        page_tokens=plan.page_tokens,
-        interval_tokens=plan.window.interval_tokens,
-    )
-    return WindowPages(policy, PageAllocator(plan.window.pages))
-
-
-def _states(config: EngineConfig, plan: MemoryPlan) -> RecurrentStates | None:
-    if plan.states is None:
-        return None
-    return RecurrentStates(plan.states.states, config.num_slots, plan.states.interval_tokens)
-
-
-def _prefix_index(
-    config: EngineConfig, plan: MemoryPlan, pages: PageAllocator, store: PageStore
-) -> PrefixIndex:
-    host = HostTier(store, limit_bytes=config.host_cache_bytes)
-    return PrefixIndex(pages, plan.page_tokens, host)
 
 
 def _scheduler_parts(

@@ -31,6 +31,7 @@ from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
 from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
+from engine.memory.split import MemoryLimits
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
 from engine.model.expert_cache import expert_shape
@@ -151,7 +152,7 @@ def load_engine(
         adapters=AdapterSetup(runner, capacity, model),
         model_id=digest.sampled.encode(),
         experts=expert_pool,
-        **parts,
+        **({"memory": _memory_limits(spec, runner, weights, expert_pool)} | parts),
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
     engine.adapters.attach(adapters)
@@ -204,6 +205,23 @@ def _expert_pool(
         return lambda: (store.pool_info(), store.figures)
     resident = shape.pool_info(shape.ceiling, shape.ceiling), ExpertFigures()
     return lambda: resident
+
+
+def _memory_limits(
+    spec: ModelSpec,
+    runner: JaxRunner,
+    weights: Weights,
+    experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None,
+) -> MemoryLimits:
+    """What there is: all of the device's memory, else of the machine's."""
+    fixed_bytes = runner.fixed_bytes
+    if experts is not None and weights.experts is None:
+        pool, _ = experts()
+        fixed_bytes -= pool.size * pool.unit_bytes  # they are counted as a pool
+    stats = jax.devices()[0].memory_stats() or {}
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit_bytes = stats.get("bytes_limit", machine)
+    return MemoryLimits(spec.architecture, fixed_bytes, limit_bytes)
 
 
 def _keep_programs(folder: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,12 @@ class PoolPrograms:
     def step(self, bucket: Bucket) -> Program:
         """The program of a bucket."""
         return self._steps[bucket]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that the largest step needs beside its arguments."""
+        programs: list[Any] = list(self._steps.values())
+        return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
     def new_pools(self) -> Pools:
         """Empty pools of these sizes."""

@@ -68,12 +68,17 @@ _SITES = {
 
 @dataclass(frozen=True)
 class RebuildWish:
-    """What is asked for. `drain_s` is how long running requests may take to end, 0: not at all."""
+    """What is asked for.
+
+    `drain_s` is how long running requests may take to end, 0: not at all. `on_state` is called on
+    the engine thread with every state that the rebuild brings about.
+    """
 
     target: PoolSizes
     request_id: str
     drain_s: float = 0.0
     validate_only: bool = False
+    on_state: Callable[[RebuildState], None] = field(default=lambda _: None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -290,7 +295,7 @@ class Rebuilds:
         job.stage = Stage.DRAIN
         job.drains_until_s = now_s + job.wish.drain_s
         self._doors.set_open(False)
-        self.state = RebuildState.DRAINING
+        self._enter(job, RebuildState.DRAINING)
         self._drain(job)
 
     def _drain(self, job: _Job) -> None:
@@ -301,7 +306,7 @@ class Rebuilds:
             job.times[Stage.DRAIN] = now_s - (job.drains_until_s - job.wish.drain_s)
             # The next step replaces the pools; until then everybody can see what is coming.
             job.is_drained = True
-            self.state = RebuildState.REBUILDING
+            self._enter(job, RebuildState.REBUILDING)
         elif now_s >= job.drains_until_s:
             self._end(job)
             _fail(job.waiters, PoolsBusy(cause, self._doors.num_rows()))
@@ -310,8 +315,13 @@ class Rebuilds:
         """Opens again."""
         assert job is self._job
         self._job = None
-        self.state = RebuildState.SERVING
         self._doors.set_open(True)
+        if self.state is not RebuildState.SERVING:
+            self._enter(job, RebuildState.SERVING)
+
+    def _enter(self, job: _Job, state: RebuildState) -> None:
+        self.state = state
+        job.wish.on_state(state)
 
     # Between two steps, with nothing running.
 
@@ -396,7 +406,8 @@ class Rebuilds:
     def _latch(self, job: _Job, error: Exception) -> None:
         _log.critical("the pools are lost: a rebuild was not undone", exc_info=error)
         self._job = None
-        self.failed_in, self.state = job.stage.value, RebuildState.FAILED
+        self.failed_in = job.stage.value
+        self._enter(job, RebuildState.FAILED)
         self._doors.on_failed()
         fault = RebuildFailed(job.stage.value)
         fault.__cause__ = error

@@ -164,6 +164,12 @@ class JaxRunner:
         """What runs now."""
         return self._programs
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of weights, adapter banks and workspace: what no size of a pool changes."""
+        arrays = jax.tree.leaves((self._weights, self._banks.arrays if self._banks else None))
+        return sum(array.nbytes for array in arrays) + self._programs.workspace_bytes
+
     def prepare(self, sizes: DeviceSizes) -> PoolPrograms:
         """Compiles all programs of other sizes."""
         config = self._config.at(sizes)

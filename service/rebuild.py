@@ -1,13 +1,18 @@
-"""RebuildService: shows the memory pools; this build cannot re-split them."""
+"""RebuildService: shows the memory pools and gives them other sizes."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
 
 import grpc
 from kvarts.v1 import rebuild_pb2, rebuild_pb2_grpc
 
-from engine.errors import NotSupported
+from engine.rebuild import RebuildState, RebuildWish
 from service.bridge import Bridge
 from service.convert import from_pool
+from service.convert_pools import STATES, from_report, to_sizes
+from service.telemetry import mint_request_id
 from service.validate import check_rebuild
 
 GetPoolsRequest = rebuild_pb2.GetPoolsRequest
@@ -19,8 +24,10 @@ RebuildResponse = rebuild_pb2.RebuildResponse
 class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
     """Speaks for the engine's pools."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, on_state: Callable[[RebuildState], None]) -> None:
+        """`on_state` hears on the event loop what the pools are doing."""
         self._bridge = bridge
+        self._on_state = on_state
 
     async def GetPools(
         self,
@@ -29,16 +36,17 @@ class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
     ) -> GetPoolsResponse:
         """Shows all pools as they were after the last step.
 
-        Sizes cannot change, so the budget is what the pools take.
-
         Raises:
             EngineError: The model is not there yet.
         """
-        pools = self._bridge.engine.snapshot().pools
+        engine = self._bridge.engine
+        shape, sizes = engine.pools.split()
         return GetPoolsResponse(
-            pools=[from_pool(pool) for pool in pools],
-            budget_bytes=sum(pool.size * pool.unit_bytes for pool in pools),
-            state=rebuild_pb2.REBUILD_STATE_SERVING,
+            pools=[from_pool(pool) for pool in engine.snapshot().pools],
+            budget_bytes=shape.budget_bytes(sizes),
+            fixed_bytes=shape.fixed_bytes(sizes),
+            state=STATES[engine.rebuilds.state],
+            last_request_id=engine.rebuilds.last_request_id,
         )
 
     async def Rebuild(
@@ -46,11 +54,27 @@ class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
         request: RebuildRequest,
         context: grpc.aio.ServicerContext[RebuildRequest, RebuildResponse],
     ) -> RebuildResponse:
-        """Refuses.
+        """Gives pools other sizes; a call that goes away stops it up to the end of the drain.
 
         Raises:
-            EngineError: A field is bad; else NotSupported.
+            EngineError: A field is bad, it was refused, or it failed.
         """
-        _ = self._bridge.model
+        engine = self._bridge.engine
         check_rebuild(request)
-        raise NotSupported("rebuild")
+        loop = asyncio.get_running_loop()
+        wish = RebuildWish(
+            target=to_sizes(request.target),
+            request_id=request.request_id or mint_request_id(),
+            drain_s=request.drain_timeout.ToTimedelta().total_seconds(),
+            validate_only=request.validate_only,
+            on_state=lambda state: _tell(loop, self._on_state, state),
+        )
+        return from_report(await asyncio.wrap_future(engine.rebuild(wish)))
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, on_state: Callable[[RebuildState], None], state: RebuildState
+) -> None:
+    """From the engine thread; a loop that is closed has nobody to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(on_state, state)

@@ -35,6 +35,7 @@ from kvarts.v1 import (
 )
 
 from engine.errors import EngineError
+from engine.rebuild import RebuildState
 from engine.slots.store import SlotStore
 from engine.types import EventSink
 from service.autosave import Autosave
@@ -180,6 +181,14 @@ class Server:
         _LOG.critical("the engine thread died: %s", type(fault).__name__)
         self._spawn(self._report_death())
 
+    def _on_pools(self, state: RebuildState) -> None:
+        """Not ready while the pools are replaced; for good if that could not be undone."""
+        if state is RebuildState.FAILED:
+            self._spawn(self._report_death())
+            return
+        is_ready = state is RebuildState.SERVING
+        self._spawn(self._health.set(READY_SERVICE, _SERVING if is_ready else _NOT_SERVING))
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something until it is done or the server stops."""
         task = asyncio.get_running_loop().create_task(work)
@@ -207,7 +216,9 @@ class Server:
         lora_pb2_grpc.add_LoraServiceServicer_to_server(
             LoraServicer(bridge, self._options.adapter_dir), server
         )
-        rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(RebuildServicer(bridge), server)
+        rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(
+            RebuildServicer(bridge, self._on_pools), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         _add_reflection(server)
 

@@ -377,12 +377,6 @@ LATER: list[tuple[str, str, Any, str]] = [
         embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="x")]),
         "embeddings: the server was not started for them",
     ),
-    (
-        "rebuild",
-        "Rebuild",
-        rebuild_pb2.RebuildRequest(target=rebuild_pb2.PoolSizes(kv_pages=64)),
-        "rebuild",
-    ),
 ]
 
 

@@ -310,7 +310,7 @@ async def test_pools_are_shown() -> None:
     assert pool.kind == rebuild_pb2.POOL_KIND_KV
     assert (pool.size, pool.used, pool.pinned, pool.free) == (9, 0, 1, 8)
     assert pool.unit_tokens == 16
-    assert reply.budget_bytes == 9 * pool.unit_bytes
+    assert (reply.budget_bytes, reply.fixed_bytes) == (1 << 40, 0)
     assert reply.state == rebuild_pb2.REBUILD_STATE_SERVING
 
 
@@ -323,7 +323,8 @@ async def test_the_window_pool_is_shown_beside_the_kv_pool() -> None:
     assert (kv.kind, swa.kind) == (rebuild_pb2.POOL_KIND_KV, rebuild_pb2.POOL_KIND_SWA)
     # Per slot ceil((20 + 16 + 16) / 16) + 1 pages; of 100 tokens those from 64 on are kept.
     assert (swa.size, swa.floor, swa.used, swa.pinned, swa.free) == (10, 10, 0, 3, 7)
-    assert reply.budget_bytes == kv.size * kv.unit_bytes + swa.size * swa.unit_bytes
+    assert reply.fixed_bytes == (swa.size + 1) * swa.unit_bytes
+    assert reply.budget_bytes == (1 << 40) - reply.fixed_bytes
 
 
 async def test_each_call_has_one_log_line_without_its_content(

@@ -465,14 +465,15 @@ class Simulation:
         self._is_faulty = False
         for _ in range(LIVENESS_STEPS):
             self._step()
-            if all(life.end is not None for life in self.lives.values()):
+            ended = all(life.end is not None for life in self.lives.values())
+            if ended and self.pools.is_at_rest:
                 break
         self._step()
         assert all(life.end is not None for life in self.lives.values()), "not at rest"
         assert all(done.done() for done in self._erasures)
         self._note_erasures()
         self.adapters.come_to_rest()
-        self.pools.come_to_rest()
+        assert self.pools.is_at_rest
         self.seen.update(self.pools.seen)
         self.seen.update(self.adapters.seen)
         end = self.engine.snapshot()

@@ -337,7 +337,8 @@ def test_pools_of_another_size_hold_what_is_written_back(path: Path) -> None:
     runner.warm_up()
     one = lane(0)
     prefill(runner, one, tokens(20), 16)
-    expected = only(decode(runner, one.work([5]))).full()
+    work = one.work([5])
+    expected = only(decode(runner, work)).full()
     held, old = contents(runner, list(one.pages)), runner.pools
     prepared = runner.prepare(DeviceSizes(kv=20))
     compiles = runner.compiles
@@ -347,7 +348,7 @@ def test_pools_of_another_size_hold_what_is_written_back(path: Path) -> None:
         runner.write_pages(PoolKind.KV, list(one.pages), held)
         runner.warm()
         assert runner.pools is target
-        again = only(decode(runner, one.work([5]))).full()
+        again = only(decode(runner, work)).full()
         np.testing.assert_array_equal(again, expected)
     with pytest.raises(ValueError, match="13"):
         runner.read_pages(PoolKind.KV, [13])
@@ -456,7 +457,7 @@ def test_a_write_that_fails_with_the_pools_leaves_a_runner_that_can_go_on(
 ) -> None:
     prefill(runner, lane(0), tokens(20), MAX_CHUNK)
     content = runner.read_pages(PoolKind.KV, [1]).wait()
-    page_io = cast(Any, runner)._page_io
+    page_io: Any = runner.pools.page_io
     write = page_io.write
 
     def fail(*given: object) -> object:
