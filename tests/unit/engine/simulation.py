@@ -78,8 +78,9 @@ class Simulation:
         self.clock = FakeClock()
         # Most sites are passed in every step: firing often there, nothing would ever finish.
         self.failpoints = Failpoints.seeded(random.Random(seed + 1), fire=0.02)
-        if Site.GROW in self.failpoints.armed:
-            self.failpoints.armed[Site.GROW] = 0.25
+        for site in self.failpoints.armed:
+            if site is Site.GROW or site.value.startswith("rebuild"):
+                self.failpoints.armed[site] = 0.25
         self.config, training_tokens = self._draw_config()
         # A third of all models have sliding windows, some of them wider than any context here.
         self.window = self.rng.choice([None] * 8 + [1, 3, 8, 20, 200])
