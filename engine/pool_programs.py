@@ -38,6 +38,7 @@ LONG_CHUNK = 32
 _LANES = 128  # width of the first stage of the candidate search
 _CHUNK_BUCKETS = (LONG_CHUNK, 128, 512, 2048)
 
+# Candidates (ids, then logits), log-sum-exp, finiteness, all logits, and hidden states or None.
 _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 Program = Callable[..., tuple[_Results, Pools]]
 
