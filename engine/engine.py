@@ -83,7 +83,7 @@ def _new_error_id() -> str:
 
 def start_on_thread(work: Callable[[], None]) -> None:
     """Runs something on a thread of its own, which no end of the process waits for."""
-    threading.Thread(target=work, name="slot-file", daemon=True).start()
+    threading.Thread(target=work, name="engine-side", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class EngineParts:
     """What an engine is made of; tests replace any of it.
 
     `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
-    key begins. `start_file_work` runs the file side of a save or a restore on another thread.
+    key begins. `start_file_work` runs the file side of a save or a restore on another thread, `start_compiling`
+    what compiles the programs of a rebuild.
     `experts` tells how the moe_cache pool of a model that has one stands, `memory` what all pools
     have to fit into.
     """
@@ -106,6 +107,7 @@ class EngineParts:
     new_error_id: Callable[[], str] = _new_error_id
     model_id: bytes = b""
     start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
+    start_compiling: Callable[[Callable[[], None]], None] = start_on_thread
     failpoints: Failpoints = field(default_factory=Failpoints)
     experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
     memory: MemoryLimits = field(default_factory=MemoryLimits)
@@ -283,7 +285,7 @@ class Engine:
             num_transfers=lambda: self._scheduler.num_transfers,
             set_open=partial(setattr, self._scheduler, "is_open"),
             post=self._post_locked,
-            start=parts.start_file_work,
+            start=parts.start_compiling,
             on_resized=self._on_resized,
             on_failed=self._on_pools_lost,
             clock=parts.clock,

@@ -139,7 +139,7 @@ class Drive:
             training_tokens=context_tokens,
             window=window,
             is_recurrent=is_recurrent,
-            start_file_work=self.side.append,
+            start_compiling=self.side.append,
             memory=MemoryLimits("fake", fixed_bytes=1000, limit_bytes=limit_bytes),
         )
 

@@ -120,7 +120,7 @@ class Simulation:
             window=self.window,
             num_adapters=self.adapters.num_places,
             is_recurrent=self.is_recurrent,
-            start_file_work=self.pools.start,
+            start_compiling=self.pools.start,
         )
         self.context_tokens = self.plan.slot_context_tokens
         self.solo = SoloModel(self.context_tokens, self.window, shifts=self.config.context_shift)
