@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -134,3 +134,27 @@ def test_a_pool_needs_a_page(size: int) -> None:
 def test_a_negative_allocation_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         PageAllocator(1).allocate(-1)
+
+
+@given(
+    size=st.integers(1, 12),
+    times=st.lists(st.integers(0, 3), max_size=12),
+    new_size=st.integers(-1, 20),
+)
+def test_another_size_keeps_holders_in_order(size: int, times: list[int], new_size: int) -> None:
+    pages = PageAllocator(size)
+    counts = dict(zip(pages.allocate(size), [*times, *[0] * size], strict=False))
+    for page_id, count in counts.items():
+        pages.share([page_id] * count)
+        pages.release([page_id])
+    held = {page_id: count for page_id, count in sorted(counts.items()) if count}
+    if new_size < max(1, len(held)):
+        with pytest.raises(ValueError, match=f"{len(held)} pages are held of a pool of {new_size}"):
+            pages.resize(new_size)
+        assert pages.held_ids() == list(held)
+        return
+    ids = pages.resize(new_size)
+    assert ids == {old: new for new, old in enumerate(held, 1)}
+    pages.check_integrity([[ids[page_id]] * count for page_id, count in held.items()])
+    assert (pages.size, pages.num_free) == (new_size, new_size - len(held))
+    assert sorted(pages.allocate(pages.num_free)) == list(range(len(held) + 1, new_size + 1))
