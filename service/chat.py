@@ -32,12 +32,14 @@ class RenderedChat:
         echoed_reasoning: Its reasoning likewise.
         thinking: The end of `text` from the tag on that opened reasoning which is still open; ""
             where none is.
+        is_continued: The turn goes on where a message of the conversation ended.
     """
 
     text: str
     echo: str = ""
     echoed_reasoning: str = ""
     thinking: str = ""
+    is_continued: bool = False
 
 
 def render_chat(
@@ -78,13 +80,15 @@ def render_chat(
     if reasoning is not None:
         closed = template.render(shown, tools=tools, add_generation_prompt=False, extra=extra)
         opening_at = len(closed) if text.startswith(closed) else opening_at
+    thinking = ""
+    if reasoning is not None and held.is_thinking:
+        thinking = f"{reasoning.start}{reasoning.start_gap}{held.reasoning}"
     return RenderedChat(
         held.behind(text, opening_at, reasoning),
         echo=held.content if chat.echo_final_message else "",
         echoed_reasoning=held.reasoning if chat.echo_final_message else "",
-        thinking=f"{reasoning.start}{reasoning.start_gap}{held.reasoning}"
-        if reasoning and held.is_thinking
-        else "",
+        thinking=thinking,
+        is_continued=True,
     )
 
 

@@ -145,6 +145,9 @@ def _beginner(
     kinds = ParameterKinds((tool.name, tool.parameters) for tool in _callable(request))
     echo = [ChatDelta(reasoning=chat.echoed_reasoning)] if chat.echoed_reasoning else []
     echo += [ChatDelta(content=chat.echo)] if chat.echo else []
+    if not reads_reasoning and not chat.is_continued and chat.thinking:
+        # What the template has opened is part of the text that is left as it is.
+        echo = [ChatDelta(content=chat.thinking)]
 
     def parser(*, reads: bool) -> MessageParser:
         return MessageParser(

@@ -58,6 +58,7 @@ def _compile_answer(request: GenerateRequest, model: LoadedModel, chat: Rendered
         parse_json(request.json_schema, "json_schema"),
         tags,
         is_open=bool(chat.thinking),
+        content_start=model.chat_format.content_start,
         is_strict=not request.lenient_schema,
     )
     shown = frozenset(request.preserved_tokens)

@@ -79,7 +79,7 @@ async def read_budget(
 
 def shown_marks(tags: ReasoningTags, model: LoadedModel) -> frozenset[int]:
     """Returns the tokens of the marks of reasoning whose text must be seen."""
-    return mark_tokens((tags.start, tags.end), model)
+    return mark_tokens((tags.start, tags.end, tags.end_gap.strip()), model)
 
 
 def mark_tokens(marks: Iterable[str], model: LoadedModel) -> frozenset[int]:

@@ -119,6 +119,10 @@ class CallReader:
 
     def _read_arguments(self, pieces: list[CallPiece]) -> bool:
         assert self._value is not None
+        if self._is_opening:
+            self._text = self._text.lstrip(_SPACE)
+            if not self._text:
+                return False
         end = self._value.find(self._text)
         arguments = self._text if end is None else self._text[:end]
         self._text = self._text[len(arguments) :]

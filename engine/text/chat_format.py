@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """The texts around reasoning, and the white space that a template writes beside them.
+    """The texts around reasoning, and what else a template writes beside them.
 
     `start_gap` follows `start`, `end_lead` is in front of `end` and `end_gap` behind it.
     """
@@ -85,13 +85,17 @@ class TaggedFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A family. Its templates contain all of the texts `marks`, and none of `without`."""
+    """A family. Its templates contain all of the texts `marks`, and none of `without`.
+
+    `content_start` opens content that no reasoning precedes.
+    """
 
     name: str
     marks: tuple[str, ...] = ()
     tools: ToolFormat | TaggedFormat | None = None
     reasoning: ReasoningTags | None = None
     without: tuple[str, ...] = ()
+    content_start: str = ""
 
     def fits(self, template: str) -> bool:
         """Says whether a template is one of the family's."""
@@ -193,6 +197,16 @@ FAMILIES: tuple[ChatFormat, ...] = (
         ),
         THINK,
         without=("<role>ASSISTANT</role>",),
+    ),
+    ChatFormat(
+        "gpt-oss",
+        ("<|channel|>", "<|message|>"),
+        reasoning=ReasoningTags(
+            "<|channel|>analysis<|message|>",
+            "<|end|>",
+            end_gap="<|start|>assistant<|channel|>final<|message|>",
+        ),
+        content_start="<|channel|>final<|message|>",
     ),
     ChatFormat(
         "ministral-3",

@@ -65,7 +65,12 @@ def _call(tools: ToolFormat, tool: CallableTool, rules: Rules, name: str) -> str
 
 
 def answer_grammar(
-    schema: Any, reasoning: ReasoningTags | None, *, is_open: bool, is_strict: bool
+    schema: Any,
+    reasoning: ReasoningTags | None,
+    *,
+    is_open: bool,
+    is_strict: bool,
+    content_start: str = "",
 ) -> str:
     """Returns GBNF of a whole answer: reasoning or none, then what a schema allows, fenced or not.
 
@@ -74,6 +79,7 @@ def answer_grammar(
         reasoning: The texts around reasoning; None allows none.
         is_open: The prompt has opened the reasoning.
         is_strict: Refuses keywords that are not honoured.
+        content_start: Opens an answer without reasoning.
 
     Raises:
         BadSchema: The schema is malformed, too large, or not honoured; names path and keyword.
@@ -85,13 +91,18 @@ def answer_grammar(
         first = writer.ignored[0]
         raise BadSchema(first.path, f"{first.keyword} cannot be honoured")
     fenced = f"{literal(FENCE)} space {answer} space {literal(FENCE_END)}"
-    thinking = _thinking(reasoning, rules, is_open=is_open) if reasoning else ""
+    thinking = f"{literal(content_start)} " if content_start else ""
+    if reasoning is not None:
+        thinking = _thinking(reasoning, rules, content_start, is_open=is_open)
     rules.add("root", f"{thinking}space ({fenced} | {answer} space)")
     return rules.write()
 
 
-def _thinking(reasoning: ReasoningTags, rules: Rules, *, is_open: bool) -> str:
+def _thinking(reasoning: ReasoningTags, rules: Rules, content_start: str, *, is_open: bool) -> str:
     inside = until(reasoning.end, rules, "thinking")
+    if reasoning.end_gap.strip():
+        inside += f" {literal(reasoning.end_gap)}"
     if is_open:
         return f"{inside} "
-    return f"(space {literal(reasoning.start)} {inside})? "
+    thought = f"space {literal(reasoning.start)} {inside}"
+    return f"({thought} | {literal(content_start)}) " if content_start else f"({thought})? "

@@ -75,8 +75,10 @@ class MessageParser:
         self._tools = chat_format.tools if parses_tools else None
         self._reasoning = chat_format.reasoning if reads_reasoning else None
         # Space before the first word is the template's where there may be reasoning.
-        self._place = _Place.START if chat_format.reasoning else _Place.CONTENT
+        begins_outside = chat_format.reasoning and not begins_in_reasoning
+        self._place = _Place.START if begins_outside else _Place.CONTENT
         self._gap = ""
+        self._head = chat_format.content_start
         if self._reasoning and begins_in_reasoning:
             self._place = _Place.REASONING
             self._gap = self._reasoning.start_gap if gap_is_open else ""
@@ -120,9 +122,9 @@ class MessageParser:
             self._held, self._gap = text[len(tag) :], self._reasoning.start_gap
             self._place = _Place.REASONING
             return True
-        if not is_last and (not text or tag.startswith(text)):
+        if not is_last and any(mark.startswith(text) for mark in (tag, self._head)):
             return False
-        self._held, self._place = text, _Place.CONTENT
+        self._held, self._place = text.removeprefix(self._head), _Place.CONTENT
         return True
 
     def _reason(self, deltas: list[Delta], *, is_last: bool) -> bool:

@@ -82,6 +82,12 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
     (THINKING_HERMES, "\n <think> x", {"reads_reasoning": False}, ("<think> x", "", [])),
     (THINKING_HERMES, "\nhm", {"begins_in_reasoning": True}, ("", "\nhm", [])),
     (THINKING_HERMES, "\nhm", {"begins_in_reasoning": True, "gap_is_open": True}, ("", "hm", [])),
+    (
+        THINKING_HERMES,
+        "\nhm",
+        {"begins_in_reasoning": True, "reads_reasoning": False},
+        ("\nhm", "", []),
+    ),
     (THINKING_HERMES, "no thought < of it", {}, ("no thought < of it", "", [])),
     (
         THINKING_HERMES,
@@ -181,6 +187,13 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
         ("", "", [("w", '{"n": 7}')]),
     ),
     (
+        BY_NAME["gpt-oss"],
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        {},
+        ("Yes", "hm", []),
+    ),
+    (BY_NAME["gpt-oss"], "<|channel|>final<|message|>Yes", {}, ("Yes", "", [])),
+    (
         BY_NAME["ministral-3"],
         '[THINK]hm[/THINK]So.[TOOL_CALLS]w[ARGS]{"n": 7}[TOOL_CALLS]v[ARGS]{}',
         {},
@@ -279,7 +292,9 @@ def _tagged(tools: TaggedFormat) -> tuple[str, str]:
     return arguments, f"{tools.start}{call}{tools.end}"
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if one.tools], ids=lambda family: family.name
+)
 def test_what_a_familys_grammar_allows_its_parser_reads(family: ChatFormat):
     tools = family.tools
     assert tools is not None
@@ -321,6 +336,23 @@ def test_what_a_shaped_answer_may_be(text: str, is_open: bool, fits: bool):
     schema = TOOLS[0].parameters
     grammar = answer_grammar(schema, THINK, is_open=is_open, is_strict=True)
     assert matches(compiled(grammar), text) == fits
+
+
+def test_a_shaped_answer_stands_where_its_family_puts_content():
+    family = BY_NAME["gpt-oss"]
+    grammar = answer_grammar(
+        TOOLS[0].parameters,
+        family.reasoning,
+        is_open=False,
+        is_strict=True,
+        content_start=family.content_start,
+    )
+    final, answer = "<|channel|>final<|message|>", '{"n":7}'
+    analysis = "<|channel|>analysis<|message|>hm<|end|>"
+    assert matches(compiled(grammar), final + answer)
+    assert matches(compiled(grammar), f"{analysis}<|start|>assistant{final}{answer}")
+    assert not matches(compiled(grammar), answer)
+    assert not matches(compiled(grammar), analysis + answer)
 
 
 def test_a_shaped_answer_without_reasoning_begins_at_once():
