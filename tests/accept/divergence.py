@@ -39,7 +39,8 @@ _FIRST_SCORED = _CHUNK_TOKENS // 2
 _PAGE_TOKENS = 32
 _NUM_PAGES = _CHUNK_TOKENS // _PAGE_TOKENS
 _STEP_ROWS = 64
-# On this path activations stay f32, so what is left is the order of sums.
+# On XLA activations stay f32, so what is left is the order of sums. The native kernels round them
+# to 8 bits, as llama.cpp's do, and may lose what those lose.
 _MEAN_LIMIT = 1e-4
 # What llama.cpp's F16 tables and its 16-bit log-probabilities move its perplexity by is less.
 _PERPLEXITY_LIMIT = 1e-3
@@ -78,7 +79,7 @@ def check_divergence(
 
     Raises:
         Unsupported: a model is not to be had.
-        Failure: the divergence is not near zero, or the exact model is not the recorded one.
+        Failure: the divergence is too large, or the exact model is not the recorded one.
     """
     text = (folder / golden["text"]).read_text(encoding="utf-8")
     entries = [entry for entry in golden.values() if is_object(entry)]
@@ -92,15 +93,20 @@ def _check_entry(entry: Mapping[str, Any], text: str, models: Models, max_chunks
     chunks = read_chunks(path, text)
     if len(chunks) != entry["chunks"]:
         raise Failure(f"{path.name}: {len(chunks)} chunks of text, recorded {entry['chunks']}")
-    found = measure(path, chunks[:max_chunks])
-    return judge(path.name, found, entry["native"], is_whole=max_chunks >= len(chunks))
+    found = measure(path, chunks[:max_chunks], is_native=models.is_native)
+    limit = entry["native"]["mean_kl"] if models.is_native else _MEAN_LIMIT
+    return judge(path.name, found, entry["native"], limit, is_whole=max_chunks >= len(chunks))
 
 
-def judge(name: str, found: Divergence, native: Mapping[str, Any], *, is_whole: bool) -> str:
+def judge(
+    name: str, found: Divergence, native: Mapping[str, Any], limit: float, *, is_whole: bool
+) -> str:
     """Holds what was measured against llama.cpp's own figures; returns both.
 
+    The mean divergence must be at most `limit`, and at most llama.cpp's.
+
     Raises:
-        Failure: the divergence is not near zero, or the whole text has another perplexity.
+        Failure: the divergence is too large, or the whole text has another perplexity.
     """
     mean, perplexity = float(found.kl.mean()), found.exact_perplexity
     said = (
@@ -108,8 +114,8 @@ def judge(name: str, found: Divergence, native: Mapping[str, Any], *, is_whole: 
         f"largest {found.kl.max():.1e} ({native['max_kl']:.1e})"
     )
     # Both are written so that a NaN fails.
-    if not mean <= min(_MEAN_LIMIT, native["mean_kl"]):
-        raise Failure(f"{said}: the mean must be at most {_MEAN_LIMIT:g}")
+    if not mean <= min(limit, native["mean_kl"]):
+        raise Failure(f"{said}: the mean must be at most {min(limit, native['mean_kl']):g}")
     if not is_whole:
         return said
     said += f", exact perplexity {perplexity:.4f} ({native['ppl_exact']:.4f})"
@@ -133,10 +139,11 @@ def read_chunks(path: Path, text: str) -> list[list[int]]:
     return [[tokenizer.bos_token, *chunk[1:]] for chunk in chunks]
 
 
-def measure(path: Path, chunks: Sequence[Sequence[int]]) -> Divergence:
-    """Scores chunks of 512 tokens by the file and by its exact model, side by side."""
+def measure(path: Path, chunks: Sequence[Sequence[int]], *, is_native: bool = False) -> Divergence:
+    """Scores chunks of 512 tokens by the file and by its exact model, which runs on XLA."""
     with GgufFile.open(path) as file:
-        quantised, exact = _open_runner(file), _open_runner(Dequantised(file))
+        quantised = _open_runner(file, is_native=is_native)
+        exact = _open_runner(Dequantised(file), is_native=False)
     kl: list[float] = []
     exact_logprob: list[float] = []
     for chunk in chunks:
@@ -177,7 +184,7 @@ def _as_f32(info: TensorInfo) -> TensorInfo:
     return replace(info, ggml_type=GGMLQuantizationType.F32, nbytes=num_bytes)
 
 
-def _open_runner(file: GgufFile) -> JaxRunner:
+def _open_runner(file: GgufFile, *, is_native: bool) -> JaxRunner:
     spec = read_spec(file)
     config = RunnerConfig(
         max_rows=_STEP_ROWS,
@@ -188,7 +195,7 @@ def _open_runner(file: GgufFile) -> JaxRunner:
         kv_dtype="f32",
         num_window_pages=_NUM_PAGES if spec.num_window_layers else 0,
     )
-    runner = JaxRunner(spec, load_weights(spec, file), config)
+    runner = JaxRunner(spec, load_weights(spec, file, is_native=is_native), config)
     runner.warm_up()
     return runner
 

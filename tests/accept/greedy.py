@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import queue
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -72,23 +73,34 @@ def check_greedy(golden: Mapping[str, Any], models: Models) -> str:
         Failure: an answer differs.
     """
     model = models.find(golden["model"])
-    inbox = Inbox()
-    adapters = tuple(
-        StartAdapter(str(models.find(name).path)) for name in golden.get("adapters", ())
-    )
-    try:
-        loaded = load_engine(model.path, replace(models.config, adapters=adapters), inbox)
-    except UnsupportedModel as error:
-        raise Unsupported(error.detail) from error
-    loaded.engine.start()
-    try:
+    with serving(golden, models) as (loaded, inbox):
         if "bad_shape" in golden:
             _check_bad_shape(golden, loaded, models)
         for case in golden["cases"]:
             _check_case(golden, case, loaded, inbox, tolerance(loaded.facts.architecture, model))
+    return f"{len(golden['cases'])} cases"
+
+
+@contextmanager
+def serving(golden: Mapping[str, Any], models: Models) -> Generator[tuple[Loaded, Inbox]]:
+    """A started engine with the file's model and adapters.
+
+    Raises:
+        Unsupported: the model is not one that this build runs.
+    """
+    path, inbox = models.find(golden["model"]).path, Inbox()
+    adapters = tuple(
+        StartAdapter(str(models.find(name).path)) for name in golden.get("adapters", ())
+    )
+    try:
+        loaded = load_engine(path, replace(models.config, adapters=adapters), inbox)
+    except UnsupportedModel as error:
+        raise Unsupported(error.detail) from error
+    loaded.engine.start()
+    try:
+        yield loaded, inbox
     finally:
         loaded.engine.stop()
-    return f"{len(golden['cases'])} cases"
 
 
 def tolerance(architecture: str, model: Model) -> float:
@@ -111,11 +123,11 @@ def _check_case(
         raise Failure(f"case {name}: the prompt becomes {prompt}, expected {case['prompt_ids']}")
     ranks = len(case["top_ids"][0]) + _SPARE_RANKS
     scales = _scales(case, loaded)
-    answer = _ask(loaded, inbox, prompt, golden["n_predict"], ranks, scales)
+    answer = ask(loaded, inbox, prompt, golden["n_predict"], ranks, scales)
     compare(case, answer, limit)
     if "first_logprobs" in case:
         ranks = len(case["first_logprobs"])
-        first = _ask(loaded, inbox, prompt, 1, ranks, scales).logprobs[0]
+        first = ask(loaded, inbox, prompt, 1, ranks, scales).logprobs[0]
         expected = dict(enumerate(cast("list[float]", case["first_logprobs"])))
         _compare_logprobs(f"case {name}, all of step 0", expected, first, limit + _ROUNDING)
 
@@ -203,7 +215,7 @@ def _check_bad_shape(golden: Mapping[str, Any], loaded: Loaded, models: Models) 
     raise Failure(f"{name} was taken")
 
 
-def _ask(
+def ask(
     loaded: Loaded,
     inbox: Inbox,
     prompt: list[int],
@@ -211,6 +223,7 @@ def _ask(
     ranks: int,
     adapters: tuple[AdapterScale, ...] | None = None,
 ) -> Answer:
+    """Runs one prompt, greedily and from nothing; `ranks` log-probabilities per step."""
     loaded.engine.submit(
         Request(
             request_id="accept",

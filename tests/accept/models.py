@@ -41,26 +41,31 @@ class Model:
 class Models:
     """The models of one run, and how they are to be laid out."""
 
-    def __init__(self, folder: Path) -> None:
-        """Looks in `folder` first."""
+    def __init__(self, folder: Path, kernels: str = "xla") -> None:
+        """Looks in `folder` first; `kernels` is "xla" or "native"."""
         self._folder = folder
+        self._kernels = kernels
         self._options = service_command_line([], os.environ)
 
     @property
     def config(self) -> EngineConfig:
         """The layout of the recordings: one slot of 512 tokens, an f32 cache.
 
-        Small chunks, so that the longer prompts take several and few programs are compiled. XLA,
-        because the native kernels round activations to 8 bits.
+        Small chunks, so that the longer prompts take several and few programs are compiled.
         """
         return EngineConfig(
             context_tokens=512,
             num_slots=1,
             chunk_tokens=64,
             kv_dtype="f32",
-            kernels="xla",
+            kernels=self._kernels,
             compile_cache=self._options.engine.compile_cache,
         )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native kernels run, which round activations of quantised weights to 8 bits."""
+        return self._kernels == "native"
 
     def find(self, name: str) -> Model:
         """Returns the model called `name`.

@@ -17,6 +17,7 @@ from engine.types import FinishReason
 from tests.accept import __main__ as accept
 from tests.accept import divergence
 from tests.accept.divergence import Dequantised, Divergence
+from tests.accept.drift import is_quantised, judge_drift, kl
 from tests.accept.excused import Excuse
 from tests.accept.greedy import Answer, compare, tolerance
 from tests.accept.models import Model
@@ -199,22 +200,50 @@ _NATIVE = {"mean_kl": 3e-3, "max_kl": 0.1, "ppl_exact": math.exp(2)}
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_divergence_near_zero_passes_beside_the_recorded_one(is_whole: bool) -> None:
     found = Divergence(np.array([0.0, 2e-5]), np.array([-1.0, -3.0]))
-    said = divergence.judge("m.gguf", found, _NATIVE, is_whole=is_whole)
+    said = divergence.judge("m.gguf", found, _NATIVE, 1e-4, is_whole=is_whole)
     assert said.startswith("m.gguf: 2 tokens, mean KL 1.0e-05 (llama.cpp 3.0e-03), largest 2.0e-05")
     assert ("exact perplexity 7.3891 (7.3891)" in said) == is_whole
 
 
-@pytest.mark.parametrize("kl", [[1.1e-4], [math.nan]])
-def test_a_divergence_above_the_limit_fails(kl: list[float]) -> None:
-    with pytest.raises(Failure, match=r"the mean must be at most 0\.0001"):
-        divergence.judge("m", Divergence(np.array(kl), np.array([-2.0])), _NATIVE, is_whole=False)
+@pytest.mark.parametrize(
+    ("kl", "limit", "least"),
+    [(1.1e-4, 1e-4, "0.0001"), (math.nan, 1e-4, "0.0001"), (3.1e-3, 1.0, "0.003")],
+)
+def test_a_divergence_above_the_limit_or_the_peers_fails(
+    kl: float, limit: float, least: str
+) -> None:
+    found = Divergence(np.array([kl]), np.array([-2.0]))
+    with pytest.raises(Failure, match=re.escape(f"the mean must be at most {least}")):
+        divergence.judge("m", found, _NATIVE, limit, is_whole=False)
 
 
 @pytest.mark.parametrize("logprob", [-2.002, -1.998, math.nan])
 def test_another_exact_model_fails_where_the_whole_text_is_scored(logprob: float) -> None:
     found = Divergence(np.zeros(1), np.array([logprob]))
     with pytest.raises(Failure, match=r"must agree within 0\.001"):
-        divergence.judge("m", found, _NATIVE, is_whole=True)
+        divergence.judge("m", found, _NATIVE, 1e-4, is_whole=True)
+
+
+def test_a_drift_is_the_divergence_of_two_distributions() -> None:
+    exact, found = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
+    assert kl(exact.tolist(), exact.tolist()) == 0
+    assert kl(exact.tolist(), found.tolist()) == pytest.approx(0.25 * math.log(2))
+
+
+def test_a_drift_is_held_against_the_peers_by_its_mean() -> None:
+    assert judge_drift([0.001, 0.003], [0.002, 0.002]).startswith(
+        "mean KL of the first step 2.00e-03"
+    )
+    for found in ([0.001, 0.0031], [math.nan]):
+        with pytest.raises(Failure, match=r"llama\.cpp 2\.00e-03"):
+            judge_drift(found, [0.002, 0.002])
+
+
+@pytest.mark.parametrize("ggml_type", ["F32", "F16", "BF16", "Q8_0", "MXFP4"])
+def test_a_file_is_quantised_by_what_it_holds(tmp_path: Path, ggml_type: str) -> None:
+    model = TinyLlama(ggml_type=GGMLQuantizationType[ggml_type])
+    path = write_llama(tmp_path / "m.gguf", model)
+    assert is_quantised(Model(path, is_real=False)) == (ggml_type in ("Q8_0", "MXFP4"))
 
 
 def test_the_exact_model_is_the_same_weights_in_f32(tmp_path: Path) -> None:
