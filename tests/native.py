@@ -20,7 +20,7 @@ def instruction_sets() -> list[str]:
     if native.isa() is None:
         return []
     found: list[str] = []
-    for name in ("portable", "avx2", "avxvnni", "avx512vnni"):
+    for name in ("portable", "avx2", "avxvnni", "avx512vnni", "dotprod"):
         try:
             with instructions(name):
                 found.append(name)

@@ -8,6 +8,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 #include "handlers.h"
@@ -19,6 +22,8 @@ namespace portable { extern const Kernels kernels; }
 namespace avx2 { extern const Kernels kernels; }
 namespace avxvnni { extern const Kernels kernels; }
 namespace avx512vnni { extern const Kernels kernels; }
+#elif defined(__aarch64__)
+namespace dotprod { extern const Kernels kernels; }
 #endif
 
 namespace {
@@ -28,6 +33,14 @@ namespace {
 bool has_avx_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#elif defined(__aarch64__)
+bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  return true;  // every processor of Apple that runs macOS
+#endif
 }
 #endif
 
@@ -44,6 +57,8 @@ std::vector<const Kernels*> supported() {
     found.push_back(&avx512vnni::kernels);
   if (has_avx2 && has_avx_vnni()) found.push_back(&avxvnni::kernels);
   if (has_avx2) found.push_back(&avx2::kernels);
+#elif defined(__aarch64__)
+  if (has_dot_products()) found.push_back(&dotprod::kernels);
 #endif
   found.push_back(&portable::kernels);
   return found;
