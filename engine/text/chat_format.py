@@ -8,6 +8,7 @@ Source: the templates in llama.cpp's `models/templates`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,15 @@ class TaggedFormat:
         return (self.start, self.end, self.call_start, self.name_end, self.call_end)
 
 
+class LeadingSpace(Enum):
+    """What becomes of white space before a text."""
+
+    # Dropped before the message, and what the template itself writes behind a tag of reasoning.
+    TEMPLATE = auto()
+    KEPT = auto()
+    DROPPED = auto()
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """A family. Its templates contain all of the texts `marks`, and none of `without`.
@@ -96,6 +106,7 @@ class ChatFormat:
     reasoning: ReasoningTags | None = None
     without: tuple[str, ...] = ()
     content_start: str = ""
+    leading_space: LeadingSpace = LeadingSpace.TEMPLATE
 
     def fits(self, template: str) -> bool:
         """Says whether a template is one of the family's."""
@@ -124,6 +135,7 @@ FAMILIES: tuple[ChatFormat, ...] = (
             id_start="functions.",
         ),
         THINK,
+        leading_space=LeadingSpace.KEPT,
     ),
     ChatFormat(
         "deepseek-r1",
@@ -186,6 +198,7 @@ FAMILIES: tuple[ChatFormat, ...] = (
             call_end="</function>",
             parameter=ParameterTags("<parameter=", ">", "</parameter>"),
         ),
+        leading_space=LeadingSpace.DROPPED,
     ),
     ChatFormat(
         "glm-4",

@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from engine.text.answer_reader import AnswerReader
 from engine.text.call_reader import CallPiece, CallReader
-from engine.text.chat_format import ChatFormat, TaggedFormat, ToolFormat
+from engine.text.chat_format import ChatFormat, LeadingSpace, TaggedFormat, ToolFormat
 from engine.text.parameter_kinds import ParameterKinds
 from engine.text.tagged_reader import TaggedReader
 
@@ -78,7 +78,9 @@ class MessageParser:
         begins_outside = chat_format.reasoning and not begins_in_reasoning
         self._place = _Place.START if begins_outside else _Place.CONTENT
         self._gap = ""
+        self._is_gap = True
         self._head = chat_format.content_start
+        self._leading_space = chat_format.leading_space
         if self._reasoning and begins_in_reasoning:
             self._place = _Place.REASONING
             self._gap = self._reasoning.start_gap if gap_is_open else ""
@@ -116,7 +118,8 @@ class MessageParser:
 
     def _start(self, *, is_last: bool) -> bool:
         """Before the first word: reasoning, or not."""
-        text = self._held.lstrip()
+        keeps_space = self._leading_space is LeadingSpace.KEPT
+        text = self._held if keeps_space else self._held.lstrip()
         tag = self._reasoning.start if self._reasoning else ""
         if self._reasoning and text.startswith(tag):
             self._held, self._gap = text[len(tag) :], self._reasoning.start_gap
@@ -135,11 +138,17 @@ class MessageParser:
         if found.text:
             deltas.append(Reasoning(found.text))
         if found.is_complete:
-            self._place, self._gap = _Place.CONTENT, self._reasoning.end_gap
+            self._place, self._gap, self._is_gap = _Place.CONTENT, self._reasoning.end_gap, True
         return found.is_complete
 
     def _pass_gap(self, *, is_last: bool) -> bool:
         """Passes over the space that a template writes here; False if it is not all there."""
+        if self._leading_space is LeadingSpace.KEPT:
+            return True
+        if self._leading_space is LeadingSpace.DROPPED:
+            self._held = self._held.lstrip() if self._is_gap else self._held
+            self._is_gap = self._is_gap and not self._held
+            return not self._is_gap or is_last
         if not is_last and self._gap.startswith(self._held) and self._held != self._gap:
             return False
         self._held, self._gap = self._held.removeprefix(self._gap), ""

@@ -49,6 +49,7 @@ def parse(chat_format: ChatFormat, *pieces: str, **options: Any) -> Message:
 
 CALL = '{"city": "Pa\\"}</tool_call>ris", "n": [1, {}]}'
 KINDS = ParameterKinds([("w", {"properties": {"s": {"type": "string"}}})])
+THINKING_CODER = replace(BY_NAME["qwen3-coder"], reasoning=QWEN_TAGS)
 SHAPED = {"parses_tools": False, "is_shaped": True}
 CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
     (BY_NAME["hermes"], "Hello <there>\n", {}, ("Hello <there>\n", "", [])),
@@ -186,6 +187,10 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
         {},
         ("", "", [("w", '{"n": 7}')]),
     ),
+    (BY_NAME["kimi-k2"], "\n <think> x</think>\ny", {}, ("\n <think> x</think>\ny", "", [])),
+    (BY_NAME["kimi-k2"], "<think>\nx\n</think>\ny", {}, ("\ny", "\nx\n", [])),
+    (THINKING_CODER, "<think>\n\n x </think> \ny ", {}, ("y ", "x ", [])),
+    (THINKING_CODER, " \n x </think> \ny ", {"begins_in_reasoning": True}, ("y ", "x ", [])),
     (
         BY_NAME["gpt-oss"],
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
