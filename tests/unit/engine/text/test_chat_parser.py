@@ -197,6 +197,7 @@ CASES: list[tuple[ChatFormat, str, dict[str, Any], Message]] = [
         {},
         ("Yes", "hm", []),
     ),
+    (BY_NAME["gpt-oss"], "plain < text\n", {}, ("plain < text\n", "", [])),
     (BY_NAME["gpt-oss"], "<|channel|>final<|message|>Yes", {}, ("Yes", "", [])),
     (
         BY_NAME["ministral-3"],
