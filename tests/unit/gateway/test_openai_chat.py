@@ -260,7 +260,7 @@ def test_the_limit_of_thinking_has_two_names(members: dict[str, Any], limit: int
 async def test_thinking_and_schema_reach_the_service(
     client: httpx.AsyncClient, service: FakeService
 ):
-    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"not": {}}}}
     await chat(
         client,
         USER,

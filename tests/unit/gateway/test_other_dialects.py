@@ -182,7 +182,7 @@ class TestGrowth:
     """Reasoning and calls, as a parsed answer brings them."""
 
     async def test_messages_have_a_block_each(self, facts: Facts) -> None:
-        events = _grow(MessagesDialect(facts, prefill=""), GROWN)
+        events = _grow(MessagesDialect(facts, prefill=()), GROWN)
         starts = [
             (d["index"], d["content_block"]["type"]) for n, d in events if n.endswith("start")
         ]
@@ -194,7 +194,7 @@ class TestGrowth:
         ]  # fmt: skip
 
     async def test_responses_have_an_item_each(self, facts: Facts) -> None:
-        events = _grow(ResponsesDialect(facts, prefill=""), GROWN)
+        events = _grow(ResponsesDialect(facts, prefill=()), GROWN)
         added = [d["item"]["type"] for n, d in events if n == "response.output_item.added"]
         assert added == ["reasoning", "message", "function_call", "function_call"]
         arguments = [(d["item_id"], d["delta"]) for n, d in events if "arguments" in n]
