@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -144,6 +144,8 @@ def load_engine(
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
+    limits = _memory_limits(spec, runner, weights, expert_pool)
+    replaced: dict[str, Any] = {"memory": limits} | parts
     engine_parts = EngineParts(
         runner=runner,
         tokenizer=tokenizer,
@@ -152,7 +154,7 @@ def load_engine(
         adapters=AdapterSetup(runner, capacity, model),
         model_id=digest.sampled.encode(),
         experts=expert_pool,
-        **({"memory": _memory_limits(spec, runner, weights, expert_pool)} | parts),
+        **replaced,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)
     engine.adapters.attach(adapters)
@@ -218,7 +220,7 @@ def _memory_limits(
     if experts is not None and weights.experts is None:
         pool, _ = experts()
         fixed_bytes -= pool.size * pool.unit_bytes  # they are counted as a pool
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = cast("dict[str, int]", jax.devices()[0].memory_stats() or {})
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_bytes = stats.get("bytes_limit", machine)
     return MemoryLimits(spec.architecture, fixed_bytes, limit_bytes)
