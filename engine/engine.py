@@ -26,16 +26,10 @@ from typing import Any, TypeVar
 
 from engine.adapters.desk import NO_ADAPTERS, AdapterDesk, AdapterSetup, EngineDoors
 from engine.adapters.loaded import LoadedAdapters, describe_adapter
-from engine.errors import (
-    ContextOverflow,
-    EngineError,
-    EngineFault,
-    NoSuchSlot,
-    RebuildFailed,
-    ShuttingDown,
-)
+from engine.errors import ContextOverflow, EngineError, EngineFault, NoSuchSlot, ShuttingDown
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
+from engine.memory.errors import RebuildFailed
 from engine.memory.planner import MemoryPlan
 from engine.memory.split import MemoryLimits, ceilings
 from engine.pools import Pools

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 
-def _lower_camel(name: str) -> str:
+def lower_camel(name: str) -> str:
     head, *rest = name.split("_")
     return head + "".join(part.capitalize() for part in rest)
 
@@ -34,7 +34,7 @@ class EngineError(Exception):
 
     def metadata(self) -> dict[str, str]:
         """Returns every variable of the message, keys in lowerCamel."""
-        return {_lower_camel(f.name): str(getattr(self, f.name)) for f in fields(self)}
+        return {lower_camel(f.name): str(getattr(self, f.name)) for f in fields(self)}
 
 
 @dataclass(eq=False)
@@ -198,92 +198,6 @@ class SlotContentNotFound(EngineError):
 
 
 @dataclass(eq=False)
-class SlotFileNotFound(EngineError):
-    """There is no saved slot of this name."""
-
-    filename: str
-
-    reason: ClassVar[str] = "SLOT_FILE_NOT_FOUND"
-    template: ClassVar[str] = "there is no slot file {filename!r}"
-
-
-@dataclass(eq=False)
-class SlotFileMismatch(EngineError):
-    """A whole slot file whose state this model cannot continue; `field` says what differs."""
-
-    field: str
-    expected: str
-    found: str
-
-    reason: ClassVar[str] = "SLOT_FILE_MISMATCH"
-    template: ClassVar[str] = "the slot file has other {field}: {found}, here {expected}"
-
-
-@dataclass(eq=False)
-class SlotFileCorrupt(EngineError):
-    """A slot file that is damaged, cut, or none at all."""
-
-    filename: str
-    detail: str
-
-    reason: ClassVar[str] = "SLOT_FILE_CORRUPT"
-    template: ClassVar[str] = "slot file {filename!r}: {detail}"
-
-
-@dataclass(eq=False)
-class SlotContextTooSmall(EngineError):
-    """A saved slot holds more tokens than a slot of this server can."""
-
-    tokens: int
-    context_tokens: int
-
-    reason: ClassVar[str] = "SLOT_CONTEXT_TOO_SMALL"
-    template: ClassVar[str] = (
-        "the slot file holds {tokens} tokens, more than fit in a context of {context_tokens} tokens"
-    )
-
-
-@dataclass(eq=False)
-class DiskFull(EngineError):
-    """A slot file could not be written for want of room; what was there before is still there."""
-
-    filename: str
-
-    reason: ClassVar[str] = "DISK_FULL"
-    template: ClassVar[str] = "no room for slot file {filename!r}"
-
-
-@dataclass(eq=False)
-class SlotIo(EngineError):
-    """A slot file, or the folder of them, could not be read or written."""
-
-    filename: str
-    errno: int
-    detail: str
-
-    reason: ClassVar[str] = "SLOT_IO"
-    template: ClassVar[str] = "slot file {filename!r}: {detail} (errno {errno})"
-
-
-@dataclass(eq=False)
-class IdentityPending(EngineError):
-    """The fingerprint of the model's weights was not ready within the deadline."""
-
-    reason: ClassVar[str] = "IDENTITY_PENDING"
-    template: ClassVar[str] = "the model's fingerprint is still being computed"
-
-
-@dataclass(eq=False)
-class ModelFileChanged(EngineError):
-    """The model's file is not the one that was loaded, so that nobody can say what it holds."""
-
-    detail: str
-
-    reason: ClassVar[str] = "MODEL_FILE_CHANGED"
-    template: ClassVar[str] = "slots cannot be saved or restored: {detail}"
-
-
-@dataclass(eq=False)
 class NoSuchAdapter(EngineError):
     """An adapter id that is not loaded."""
 
@@ -361,150 +275,28 @@ class TemplateError(EngineError):
     template: ClassVar[str] = "chat template: {detail}"
 
 
-@dataclass(eq=False)
-class PoolsBusy(EngineError):
-    """A rebuild needs an idle engine and no drain was asked for, or the drain ran out of time."""
-
-    cause: str
-    active_requests: int
-
-    reason: ClassVar[str] = "POOLS_BUSY"
-    template: ClassVar[str] = "the pools are in use ({cause}): {active_requests} requests run"
-
-
-@dataclass(eq=False)
-class NoSuchPool(EngineError):
-    """A rebuild names pools that this model has none of."""
-
-    pools: tuple[str, ...]
-    architecture: str
-
-    reason: ClassVar[str] = "NO_SUCH_POOL"
-
-    def __str__(self) -> str:
-        return f"a {self.architecture} model has no pool {' and no pool '.join(self.pools)}"
-
-    def metadata(self) -> dict[str, str]:
-        """Returns the names, comma-separated, and the architecture."""
-        return {"pool": ",".join(self.pools), "architecture": self.architecture}
-
-
-@dataclass(eq=False)
-class BelowFloor(EngineError):
-    """Sizes below the floors of their pools, as (pool, requested, floor)."""
-
-    violations: tuple[tuple[str, int, int], ...]
-
-    reason: ClassVar[str] = "BELOW_FLOOR"
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"{pool}: {requested} is below the floor of {floor}"
-            for pool, requested, floor in self.violations
-        )
-
-    def metadata(self) -> dict[str, str]:
-        """Returns pools, sizes and floors, each comma-separated in the same order."""
-        names = ("pool", "requested", "floor")
-        columns = zip(*self.violations, strict=True)
-        return {
-            name: ",".join(map(str, column)) for name, column in zip(names, columns, strict=True)
-        }
-
-
-@dataclass(eq=False)
-class TooLarge(EngineError):
-    """Sizes that do not fit the budget, which is negative when the fixed part alone exceeds it.
-
-    `sizes` are all of the target as (pool, units). `above` are those past the last unit that is of
-    use, as (pool, requested, most).
-    """
-
-    needed_bytes: int
-    budget_bytes: int
-    fixed_bytes: int
-    sizes: tuple[tuple[str, int], ...]
-    above: tuple[tuple[str, int, int], ...] = ()
-
-    reason: ClassVar[str] = "TOO_LARGE"
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{pool} {size}" for pool, size in self.sizes)
-        limits = "".join(
-            f"; {pool}: {requested} is above {most}, where all is resident"
-            for pool, requested, most in self.above
-        )
-        return (
-            f"{sizes}: {self.needed_bytes} bytes are needed, the budget is {self.budget_bytes} "
-            f"({self.fixed_bytes} bytes are fixed){limits}"
-        )
-
-    def metadata(self) -> dict[str, str]:
-        """Returns the bytes, and each pool's size under its name."""
-        numbers = {
-            "neededBytes": str(self.needed_bytes),
-            "budgetBytes": str(self.budget_bytes),
-            "fixedBytes": str(self.fixed_bytes),
-        }
-        return numbers | {_lower_camel(pool): str(size) for pool, size in self.sizes}
-
-
-@dataclass(eq=False)
-class RebuildRolledBack(EngineError):
-    """A stage of a rebuild failed; everything is as it was."""
-
-    stage: str
-
-    reason: ClassVar[str] = "REBUILD_ROLLED_BACK"
-    template: ClassVar[str] = "the rebuild failed in stage {stage} and was undone"
-
-
-@dataclass(eq=False)
-class RebuildFailed(EngineError):
-    """A stage of a rebuild failed and could not be undone: nothing is served any more."""
-
-    stage: str
-
-    reason: ClassVar[str] = "REBUILD_FAILED"
-    template: ClassVar[str] = "the rebuild failed in stage {stage} and could not be undone"
-
-
 __all__ = [
     "BadGrammar",
     "BadSchema",
     "BatchOverflow",
-    "BelowFloor",
     "ContextOverflow",
     "DeadlineExceeded",
-    "DiskFull",
     "DuplicateRequest",
     "EngineError",
     "EngineFault",
     "GrammarDeadEnd",
-    "IdentityPending",
     "InvalidField",
     "KvPagesExhausted",
-    "ModelFileChanged",
     "ModelFileError",
     "ModelLoading",
     "NoSuchAdapter",
-    "NoSuchPool",
     "NoSuchSlot",
     "NotSupported",
-    "PoolsBusy",
     "QueueFull",
-    "RebuildFailed",
-    "RebuildRolledBack",
     "ShuttingDown",
     "SlotBusy",
     "SlotContentNotFound",
-    "SlotContextTooSmall",
-    "SlotFileCorrupt",
-    "SlotFileMismatch",
-    "SlotFileNotFound",
-    "SlotIo",
     "TemplateError",
     "TokenNotInVocab",
-    "TooLarge",
     "UnsupportedModel",
 ]

@@ -16,14 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.errors import (
-    EngineError,
-    NotSupported,
-    PoolsBusy,
-    RebuildFailed,
-    RebuildRolledBack,
-)
+from engine.errors import EngineError, NotSupported
 from engine.failpoints import Failpoints, Site
+from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack
 from engine.memory.pages import PageAllocator
 from engine.memory.split import PoolSizes, Split, SplitShape, check_target
 from engine.slots.forecast import forecast

@@ -11,8 +11,9 @@ from typing import Any, TypeVar, cast
 import grpc
 from kvarts.v1 import error_reason_pb2, slot_pb2, slot_pb2_grpc
 
-from engine.errors import IdentityPending, InvalidField, NoSuchSlot
+from engine.errors import InvalidField, NoSuchSlot
 from engine.scheduling.wishes import Restore, Save
+from engine.slots.errors import IdentityPending
 from engine.slots.identity import Identity
 from engine.slots.store import SlotStore, StoredSlot
 from engine.types import Finished, Request, Started

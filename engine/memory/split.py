@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engine.errors import BelowFloor, NoSuchPool, TooLarge
+from engine.memory.errors import BelowFloor, NoSuchPool, TooLarge
 from engine.memory.planner import MIN_KV_PAGES, MemoryPlan
 from engine.types import PoolInfo, PoolKind
 

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from engine.errors import SlotFileMismatch
 from engine.gguf.header import TensorInfo
 from engine.gguf.reader import GgufFile
 from engine.model.spec import ModelSpec, RopeSpec
+from engine.slots.errors import SlotFileMismatch
 from engine.slots.state_layout import LayerGroup, StateLayout
 
 _VERSION = b"kvarts fingerprint 1\n"

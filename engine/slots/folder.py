@@ -18,14 +18,8 @@ import stat
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from engine.errors import (
-    DiskFull,
-    EngineError,
-    InvalidField,
-    SlotFileCorrupt,
-    SlotFileNotFound,
-    SlotIo,
-)
+from engine.errors import EngineError, InvalidField
+from engine.slots.errors import DiskFull, SlotFileCorrupt, SlotFileNotFound, SlotIo
 
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
 # Of the server's own saves: clients cannot give such a name, and lists do not show it.

@@ -17,9 +17,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.errors import IdentityPending, ModelFileChanged
 from engine.gguf.header import TensorInfo
 from engine.gguf.stamp import FileStamp
+from engine.slots.errors import IdentityPending, ModelFileChanged
 from engine.slots.fingerprint import Traits, WeightsDigest, digest_contents
 from engine.slots.hash_cache import HashCache
 

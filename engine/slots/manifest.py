@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from engine.errors import SlotFileMismatch
+from engine.slots.errors import SlotFileMismatch
 from engine.slots.fingerprint import Traits
 from engine.slots.sequence_head import MAX_TOKENS, packed_bytes
 from engine.slots.state_layout import (

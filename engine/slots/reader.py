@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import (
+from engine.slots.errors import (
     SlotContextTooSmall,
     SlotFileCorrupt,
     SlotFileMismatch,

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import pytest
 
-from engine.errors import SlotFileMismatch
 from engine.loading import Loaded, load_engine
 from engine.scheduling.wishes import RestoredSlot, SavedSlot
+from engine.slots.errors import SlotFileMismatch
 from engine.slots.store import SlotStore
 from engine.types import Chunk, EngineConfig, Event, Finished, Request, SamplingParams, Started
 from tests.families import FAMILIES, VOCAB, TinyModel, write_family

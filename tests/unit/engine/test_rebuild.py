@@ -6,17 +6,16 @@ from concurrent.futures import Future
 
 import pytest
 
-from engine.errors import (
+from engine.errors import EngineError, KvPagesExhausted
+from engine.failpoints import Failpoints, Site
+from engine.memory.errors import (
     BelowFloor,
-    EngineError,
-    KvPagesExhausted,
     NoSuchPool,
     PoolsBusy,
     RebuildFailed,
     RebuildRolledBack,
     TooLarge,
 )
-from engine.failpoints import Failpoints, Site
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildState, RebuildWish, Stage
 from engine.types import CacheSource, PoolKind

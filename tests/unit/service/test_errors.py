@@ -10,6 +10,8 @@ from kvarts.v1 import error_reason_pb2
 from engine import errors as engine_errors
 from engine.adapters import errors as adapter_errors
 from engine.errors import ContextOverflow, EngineError, InvalidField, QueueFull, SlotBusy
+from engine.memory import errors as pool_errors
+from engine.slots import errors as slot_errors
 from service import errors as service_errors
 from service.errors import ERROR_TABLE, MAX_DETAILS_BYTES, InvalidFields, to_status
 
@@ -45,7 +47,10 @@ def test_the_table_has_every_reason_of_the_contract_and_no_other() -> None:
 
 
 def test_every_error_class_is_in_the_table() -> None:
-    modules = {engine_errors.__name__, adapter_errors.__name__, service_errors.__name__}
+    modules = {
+        module.__name__
+        for module in (engine_errors, adapter_errors, pool_errors, slot_errors, service_errors)
+    }
     ours = {kind for kind in subclasses(EngineError) if kind.__module__ in modules}
     assert len(ours) > 15
     assert {kind.reason for kind in ours} <= set(ERROR_TABLE)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import BelowFloor, NoSuchPool, TooLarge
+from engine.memory.errors import BelowFloor, NoSuchPool, TooLarge
 from engine.memory.split import (
     Knobs,
     PoolShape,

@@ -20,12 +20,14 @@ from engine.errors import (
     ShuttingDown,
     SlotBusy,
     SlotContentNotFound,
+)
+from engine.scheduling.wishes import RestoredSlot, Save, SavedSlot
+from engine.slots.errors import (
     SlotContextTooSmall,
     SlotFileCorrupt,
     SlotFileMismatch,
     SlotFileNotFound,
 )
-from engine.scheduling.wishes import RestoredSlot, Save, SavedSlot
 from engine.step import PoolLost
 from engine.types import CacheSource, CancelCause, Request, SlotState
 from tests.slot_stores import fake_store, restore_wish, save_wish

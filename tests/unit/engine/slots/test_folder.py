@@ -15,14 +15,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import (
-    DiskFull,
-    EngineError,
-    InvalidField,
-    SlotFileCorrupt,
-    SlotFileNotFound,
-    SlotIo,
-)
+from engine.errors import EngineError, InvalidField
+from engine.slots.errors import DiskFull, SlotFileCorrupt, SlotFileNotFound, SlotIo
 from engine.slots.folder import SlotFolder
 from tests.unit.engine.slots.saved import NAME, files_in, make_state, read_state
 
@@ -351,7 +345,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(root: Path, folder: SlotFo
     before = files_in(root)
     script = """
 import resource, signal, sys
-from engine.errors import DiskFull
+from engine.slots.errors import DiskFull
 from engine.slots.folder import SlotFolder
 from tests.unit.engine.slots.saved import make_state
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

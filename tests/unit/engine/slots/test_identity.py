@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import IdentityPending, ModelFileChanged
 from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
+from engine.slots.errors import IdentityPending, ModelFileChanged
 from engine.slots.fingerprint import WeightsDigest, digest_weights, traits_of
 from engine.slots.hash_cache import HashCache
 from engine.slots.identity import Identity, ModelSource

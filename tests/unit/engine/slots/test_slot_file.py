@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import (
-    EngineError,
+from engine.errors import EngineError
+from engine.slots.errors import (
     SlotContextTooSmall,
     SlotFileCorrupt,
     SlotFileMismatch,
