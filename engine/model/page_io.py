@@ -65,7 +65,9 @@ class PageIo:
             for kind, first_units in self._first_units.items()
         }
         page_bytes = max(x.token_bytes * x.page_tokens for x in self._layouts.values())
-        self.transfer_pages = max(1, min(_MAX_PAGES, _PIECE_BYTES // max(1, page_bytes)))
+        most = max(1, min(_MAX_PAGES, _PIECE_BYTES // max(1, page_bytes)))
+        # A power of two, as the pieces of a slot's file are in pages: none is moved for nothing.
+        self.transfer_pages = 1 << (most.bit_length() - 1)
         self._programs: dict[tuple[str, PoolKind], Callable[..., Any]] = {}
 
     def layout(self, kind: PoolKind) -> PageLayout:

@@ -1,7 +1,7 @@
 """Writes a slot file piece by piece: no more of the state is in memory than the pieces at hand.
 
-While one piece is hashed the one before it is written, by a thread that is this file's alone; now
-and then that thread has the disk catch up, so that little is left for the end. Knows arrays and a folder, neither slots nor a device.
+Threads of its own hash and write a piece at the same time, and have the disk catch up now and then,
+so that little is left for the end. Knows arrays and a folder, neither slots nor a device.
 
 Example:
     with SlotWriter.open(folder, "a.slot", manifest, tokens) as writer:
@@ -30,22 +30,27 @@ from engine.slots.state_layout import Piece
 from engine.step import PageContent
 
 _SYNC_BYTES = 32 << 20
+# One hashes, one writes, one waits for the disk.
+_THREADS = 3
 
 
 class SlotWriter:
     """A file being written. Made by `open`; the pieces come in the manifest's order."""
 
-    def __init__(self, temporary: Temporary, filename: str, manifest: Manifest) -> None:
+    def __init__(
+        self, temporary: Temporary, filename: str, manifest: Manifest, threads: ThreadPoolExecutor
+    ) -> None:
         self._temporary = temporary
         self._filename = filename
         self._manifest = manifest
+        self._threads = threads
         self._left = list(reversed(manifest.pieces))
         self._digests: dict[str, str] = {}
         self._header_at = 0
         self._size_bytes = 0
-        self._unsynced_bytes = 0
+        self._unsynced_from = 0
         self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "slot-write")
+        self._syncing: Future[None] | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -57,12 +62,14 @@ class SlotWriter:
         Raises:
             EngineError: As `SlotFolder.create`, for everything that is done with the writer.
         """
-        with folder.create(filename) as temporary:
-            writer = cls(temporary, filename, manifest)
-            # Nothing may write any more when the file is closed.
-            with writer._thread:
-                writer._begin(tokens)
-                yield writer
+        # The threads end before the file is closed.
+        with (
+            folder.create(filename) as temporary,
+            ThreadPoolExecutor(_THREADS, "slot-write") as threads,
+        ):
+            writer = cls(temporary, filename, manifest, threads)
+            writer._begin(tokens)
+            yield writer
 
     def add(self, piece: Piece, content: PageContent) -> None:
         """Writes and hashes the next piece.
@@ -75,9 +82,11 @@ class SlotWriter:
             OSError: The disk refuses.
         """
         assert piece == self._left.pop(), "the pieces come in the manifest's order"
-        for name, array in zip(piece.names, (content.keys, content.values), strict=True):
-            assert array.shape[1] == piece.span.num_tokens
-            self._tensor(name, array)
+        assert content.num_tokens == piece.span.num_tokens
+        keys, values = _bytes(content.keys), _bytes(content.values)
+        self._append(keys, values)
+        hashing = self._threads.submit(_digest, keys)
+        self._digests |= {piece.names[1]: _digest(values), piece.names[0]: hashing.result()}
 
     def publish(self) -> int:
         """Completes the file and gives it its name; returns its size in bytes.
@@ -87,6 +96,8 @@ class SlotWriter:
         """
         assert not self._left, "pieces are missing"
         self._settle()
+        if self._syncing is not None:
+            self._syncing.result()
         header = encode_header(replace(self._manifest, digests=self._digests))
         _write(self._temporary.descriptor, header, self._header_at)
         self._temporary.publish(self._filename)
@@ -96,31 +107,44 @@ class SlotWriter:
         head = pack_head(tokens)
         self._header_at = len(head)
         # The digests are not known yet, the room that they take is.
-        self._append(head + encode_header(replace(self._manifest, digests={})))
-        self._tensor(TOKENS, np.asarray(tokens, "<i4"))
+        header = encode_header(replace(self._manifest, digests={}))
+        listed = _bytes(np.asarray(tokens, "<i4"))
+        self._append(memoryview(head + header), listed)
+        self._digests[TOKENS] = _digest(listed)
 
-    def _tensor(self, name: str, array: npt.NDArray[Any]) -> None:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        self._digests[name] = hashlib.sha256(data).hexdigest()
-        self._append(data)
-
-    def _append(self, data: bytes | memoryview) -> None:
+    def _append(self, *parts: memoryview) -> None:
+        """Has the parts written while the caller goes on."""
         self._settle()
-        self._writing = self._thread.submit(self._put, data, self._size_bytes)
-        self._size_bytes += len(data)
+        start = self._size_bytes
+        self._size_bytes += sum(len(part) for part in parts)
+        self._writing = self._threads.submit(self._put, start, parts)
 
     def _settle(self) -> None:
-        """Waits for the last write, and raises what it raised."""
+        """Waits for the last write, raises what it raised, and has the disk catch up."""
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if writing is None:
+            return
+        writing.result()
+        is_syncing = self._syncing is not None and not self._syncing.done()
+        if self._size_bytes - self._unsynced_from < _SYNC_BYTES or is_syncing:
+            return
+        if self._syncing is not None:
+            self._syncing.result()
+        self._unsynced_from = self._size_bytes
+        self._syncing = self._threads.submit(os.fdatasync, self._temporary.descriptor)
 
-    def _put(self, data: bytes | memoryview, offset: int) -> None:
-        _write(self._temporary.descriptor, data, offset)
-        self._unsynced_bytes += len(data)
-        if self._unsynced_bytes >= _SYNC_BYTES:
-            self._unsynced_bytes = 0
-            os.fdatasync(self._temporary.descriptor)
+    def _put(self, offset: int, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            _write(self._temporary.descriptor, part, offset)
+            offset += len(part)
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _digest(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
