@@ -87,6 +87,7 @@ class MessageParser:
         self._held = ""
         self._is_trimming = False
         self._calls = _reader(self._tools, kinds)
+        self._num_call_chars = 0
         self._answer = AnswerReader() if is_shaped else None
 
     def push(self, text: str) -> list[Delta]:
@@ -191,10 +192,15 @@ class MessageParser:
     def _call(self, deltas: list[Delta], *, is_last: bool) -> bool:
         assert self._calls is not None
         deltas += self._calls.push(self._held)
+        self._num_call_chars += len(self._held)
         self._held = ""
         if not self._calls.is_done:
             return False
-        self._held, self._calls = self._calls.rest, self._calls.next()
+        rest = self._calls.rest
+        if self._tools is not None and not self._tools.start and len(rest) == self._num_call_chars:
+            # Nothing of it was a call. Without a mark it would begin to be one again, for ever.
+            self._tools = None
+        self._held, self._calls, self._num_call_chars = rest, self._calls.next(), 0
         self._place, self._is_trimming = _Place.CONTENT, True
         return bool(self._held) or is_last
 

@@ -232,6 +232,13 @@ def test_any_pieces_come_to_the_same_message(
     assert parse(chat_format, *pieces, **options) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("text", ["{<function=>a</function> ", "{{{", "{ x {"])
+def test_a_brace_that_begins_no_call_does_not_begin_one_for_ever(family: ChatFormat, text: str):
+    parse(family, *text)
+    parse(family, text)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([*FAMILIES, THINKING_HERMES]),
