@@ -24,6 +24,7 @@ ROWS = [
     (_C.INTERNAL, "ENGINE_FAULT", 500, "server_error"),
     (_C.DEADLINE_EXCEEDED, "DEADLINE", 504, "timeout_error"),
     (_C.UNIMPLEMENTED, "NOT_SUPPORTED", 501, "not_supported_error"),
+    (_C.OUT_OF_RANGE, "BATCH_OVERFLOW", 500, "server_error"),
     (_C.INVALID_ARGUMENT, "BAD_GRAMMAR", 400, "invalid_request_error"),
     (_C.INVALID_ARGUMENT, "TOKEN_NOT_IN_VOCAB", 400, "invalid_request_error"),
     (_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", 503, "unavailable_error"),
