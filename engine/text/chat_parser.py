@@ -196,11 +196,12 @@ class MessageParser:
         self._held = ""
         if not self._calls.is_done:
             return False
-        rest = self._calls.rest
+        rest: str = self._calls.rest
         if self._tools is not None and not self._tools.start and len(rest) == self._num_call_chars:
             # Nothing of it was a call. Without a mark it would begin to be one again, for ever.
             self._tools = None
-        self._held, self._calls, self._num_call_chars = rest, self._calls.next(), 0
+        self._held, self._calls = rest, self._calls.next()
+        self._num_call_chars = 0
         self._place, self._is_trimming = _Place.CONTENT, True
         return bool(self._held) or is_last
 
