@@ -84,9 +84,9 @@ class MessageParser:
         if self._reasoning and begins_in_reasoning:
             self._place = _Place.REASONING
             self._gap = self._reasoning.start_gap if gap_is_open else ""
-        self._held = ""
+        self._held: str = ""
         self._is_trimming = False
-        self._calls = _reader(self._tools, kinds)
+        self._calls: CallReader | TaggedReader | None = _reader(self._tools, kinds)
         self._num_call_chars = 0
         self._answer = AnswerReader() if is_shaped else None
 
@@ -196,7 +196,7 @@ class MessageParser:
         self._held = ""
         if not self._calls.is_done:
             return False
-        rest: str = self._calls.rest
+        rest = self._calls.rest
         if self._tools is not None and not self._tools.start and len(rest) == self._num_call_chars:
             # Nothing of it was a call. Without a mark it would begin to be one again, for ever.
             self._tools = None
