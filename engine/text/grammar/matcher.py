@@ -48,16 +48,22 @@ class GrammarTokenizer(Protocol):
     """What grammars need of a tokenizer."""
 
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
 
     @property
-    def eog_tokens(self) -> frozenset[int]: ...  # noqa: D102
+    def eog_tokens(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        ...
 
-    def piece(self, token_id: int, *, render_special: bool = False) -> bytes: ...  # noqa: D102
+    def piece(self, token_id: int, *, render_special: bool = False) -> bytes:
+        """Returns a token's bytes; a control token's are empty unless `render_special`."""
+        ...
 
-    def encode(  # noqa: D102
-        self, text: str, *, add_special: bool, parse_special: bool
-    ) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Returns the ids of a text."""
+        ...
 
 
 class GrammarCompiler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,6 @@ from engine.memory.split import (
     Knobs,
     PoolShape,
     PoolSizes,
-    Split,
     SplitShape,
     ceilings,
     check_target,
@@ -69,7 +68,7 @@ def test_it_accepts_exactly_what_fits_and_refuses_in_order(data: st.DataObject) 
     current = data.draw(sizes_of(shape))
     target = data.draw(st.dictionaries(st.sampled_from(list(PoolKind)), _SIZES, min_size=1))
     has = {pool.kind: pool for pool in shape.pools}
-    asked: Callable[[], Split] = lambda: check_target(shape, _sizes(current), _sizes(target))  # noqa: E731
+    asked = partial(check_target, shape, _sizes(current), _sizes(target))
     if missing := [kind for kind in target if kind not in has]:
         with pytest.raises(NoSuchPool) as no_pool:
             asked()
