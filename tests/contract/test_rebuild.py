@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from kvarts.v1 import generation_pb2, rebuild_pb2
 
 from service.server import READY_SERVICE
-from tests.contract.serving import failure, serving
+from tests.contract.serving import CONFIG, failure, serving
 from tests.fakes import FakeRunner, fake_shape
 
 Code = grpc.StatusCode
@@ -93,7 +94,9 @@ async def test_a_minted_id_is_told() -> None:
 
 
 async def test_not_idle_is_busy_without_a_drain_and_a_drain_waits() -> None:
-    async with serving() as it:
+    # A context that the answer cannot have filled before it is cancelled.
+    config = replace(CONFIG, context_tokens=1 << 15)
+    async with serving(config=config) as it:
         stream = it.generation.Generate(GenerateRequest(text="hello", ignore_eos=True))
         await stream.read()
         busy = await failure(it.rebuild.Rebuild(ask(kv_pages=HUGE)))
