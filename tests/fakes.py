@@ -39,6 +39,7 @@ from engine.types import EngineConfig, EventSink, PoolKind, Request
 
 _UNWRITTEN = -1
 _STATE_TOKENS = 4096  # what a state can remember
+_HALF_BITS = 16  # of a token, in each of two rows of a state
 # Tokens are written with a number of the adapters that they were evaluated under.
 _UNDER = 1 << 10
 _MOVED = 128  # above every token of the alphabet
@@ -308,17 +309,20 @@ class FakeRunner:
 
     @property
     def state_layout(self) -> StateLayout | None:
-        return StateLayout(1, (1, _STATE_TOKENS), None) if self.num_states else None
+        return StateLayout(1, (2, _STATE_TOKENS), None) if self.num_states else None
 
     def read_state(self, state_id: int) -> FakeStateRead:
         history = self._states[self._checked_state(state_id)]
         assert history is not None, "a state was read that was never written"
-        conv = np.full((1, 1, _STATE_TOKENS), _UNWRITTEN, np.float32)
-        conv[0, 0, : len(history)] = history
-        return FakeStateRead(StateContent(conv, None))
+        tokens = np.full(_STATE_TOKENS, _UNWRITTEN)
+        tokens[: len(history)] = history
+        # In two halves, because tokens under a set of adapters are larger than f32 can hold.
+        halves = np.stack([tokens >> _HALF_BITS, tokens & ((1 << _HALF_BITS) - 1)])
+        return FakeStateRead(StateContent(halves[None].astype(np.float32), None))
 
     def write_state(self, state_id: int, content: StateContent) -> None:
-        tokens = content.conv[0, 0].astype(int).tolist()
+        high, low = content.conv[0].astype(int)
+        tokens = ((high << _HALF_BITS) | low).tolist()
         history = tuple(token for token in tokens if token != _UNWRITTEN)
         self._states[self._checked_state(state_id)] = history
 
