@@ -27,6 +27,7 @@ from gateway.options import GatewayOptions
 from gateway.page import page_routes
 from gateway.peer_json import UnreadableJson
 from gateway.readiness import Readiness
+from gateway.replies import ROUTE, CountedReplies, Replies
 from gateway.routes import route_table
 from gateway.service import Service, credentials
 from gateway.sse import EventStream
@@ -38,6 +39,7 @@ _CLIENT_GONE_STATUS = 499
 def make_app(options: GatewayOptions, service: Service) -> ASGIApp:
     """Builds the application over an open connection, which its caller closes."""
     readiness = Readiness(service, options)
+    replies = Replies()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -52,7 +54,7 @@ def make_app(options: GatewayOptions, service: Service) -> ASGIApp:
     routes = [
         Route(
             f"{options.api_prefix}{path}",
-            _endpoint(handler, options, service, readiness),
+            _endpoint(path, handler, options, service, readiness, replies),
             methods=[method],
         )
         for method, paths, handler in route_table()
@@ -66,11 +68,20 @@ def make_app(options: GatewayOptions, service: Service) -> ASGIApp:
     # A trailing slash is another path to the peer.
     app.router.redirect_slashes = False
     pages = frozenset({"/", "/index.html"}) if options.has_ui else frozenset({"/"})
-    return Gates(app, options, lambda: readiness.facts is not None, pages)
+    gates = Gates(app, options, lambda: readiness.facts is not None, pages)
+    return CountedReplies(gates, replies)
 
 
-def _endpoint(handler: Handler, options: GatewayOptions, service: Service, readiness: Readiness):
+def _endpoint(
+    path: str,
+    handler: Handler,
+    options: GatewayOptions,
+    service: Service,
+    readiness: Readiness,
+    replies: Replies,
+):
     async def endpoint(request: Request) -> Response | EventStream:
+        request.scope[ROUTE] = path
         facts = readiness.facts
         if facts is None:
             raise ApiError(ErrorKind.UNAVAILABLE, "Loading model")
@@ -80,6 +91,7 @@ def _endpoint(handler: Handler, options: GatewayOptions, service: Service, readi
             connection=Connection(request, options.timeout_s),
             backend=Backend(service, facts, key),
             options=options,
+            replies=replies,
         )
         return await handler(exchange)
 

@@ -11,17 +11,19 @@ from starlette.responses import Response
 from gateway.completion import Backend
 from gateway.connection import Connection
 from gateway.options import GatewayOptions
+from gateway.replies import Replies
 from gateway.sse import EventStream
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request to a service that is ready."""
+    """One request to a service that is ready; `replies` counts those of all requests."""
 
     request: Request
     connection: Connection
     backend: Backend
     options: GatewayOptions
+    replies: Replies
 
 
 Handler = Callable[[Exchange], Awaitable[Response | EventStream]]

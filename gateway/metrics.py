@@ -1,6 +1,7 @@
-"""GET /metrics: the peer's metrics under its names, then ours.
+"""GET /metrics: the peer's metrics under its names, the gateway's own, then all of the service's.
 
-Rates cover the time since the scrape before, so the last counters are kept per gateway.
+The peer's rates cover the time since the scrape before, so the last counters are kept per gateway.
+The service's text is handed on as it stands: a figure means the same at both doors.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvarts.v1 import model_pb2, rebuild_pb2
+from kvarts.v1 import model_pb2
 from starlette.responses import Response
 
 from gateway.errors import not_supported
 from gateway.exchange import Exchange, Handler
+from gateway.replies import Replies
 from gateway.service import answer
 from gateway.timings import microseconds
 
@@ -41,10 +43,11 @@ def make_handler() -> Handler:
                 "This server does not support metrics endpoint. Start it with `--metrics`"
             )
         backend = exchange.backend
-        request = model_pb2.GetServerInfoRequest()
-        call = backend.service.model.GetServerInfo(request, metadata=backend.metadata)
-        info = (await answer(call)).info
-        text = render([*peer_metrics(info, before), *own_metrics(info)])
+        stub, key = backend.service.model, backend.metadata
+        asked = stub.GetServerInfo(model_pb2.GetServerInfoRequest(), metadata=key)
+        info = (await answer(asked)).info
+        own = await answer(stub.GetMetrics(model_pb2.GetMetricsRequest(), metadata=key))
+        text = render([*peer_metrics(info, before), *http_metrics(exchange.replies)]) + own.text
         before = info.counters
         start_us = info.start_time.seconds * 1_000_000 + info.start_time.nanos // 1000
         headers = {"content-type": _CONTENT_TYPE, "process-start-time-unix": str(start_us)}
@@ -138,24 +141,18 @@ def peer_metrics(info: model_pb2.ServerInfo, before: model_pb2.Counters) -> list
     ] + [Metric(f"llamacpp:{name}", "gauge", text, value) for name, text, value in gauges]
 
 
-def own_metrics(info: model_pb2.ServerInfo) -> list[Metric]:
-    """What the peer does not have: every counter of the engine, and its pools."""
-    metrics = [
-        Metric(f"kvarts_{name}_total", "counter", f"Engine counter {name}.", value)
-        for name, value in _counts(info.counters)
+def http_metrics(replies: Replies) -> list[Metric]:
+    """How often each route answered with each status."""
+    return [
+        Metric(
+            "kvarts_http_requests_total",
+            "counter",
+            "HTTP requests ended; 499 is a client that went away.",
+            count,
+            labels=f'{{route="{route}",code="{code}"}}',
+        )
+        for (route, code), count in replies.counts()
     ]
-    for measure in ("size", "free", "used", "pinned", "cached"):
-        metrics += [
-            Metric(
-                f"kvarts_pool_{measure}_units",
-                "gauge",
-                f"Usable units of a memory pool: {measure}.",
-                getattr(pool, measure),
-                labels=f'{{pool="{_pool_name(pool)}"}}',
-            )
-            for pool in info.pools
-        ]
-    return metrics
 
 
 def render(metrics: Iterable[Metric]) -> str:
@@ -183,14 +180,3 @@ def _decode_rate(now: model_pb2.Counters, before: model_pb2.Counters) -> float:
     tokens = now.generated_tokens - before.generated_tokens
     requests = now.requests_finished - before.requests_finished
     return max(0, tokens - requests) / elapsed_us * 1e6 if elapsed_us > 0 else 0.0
-
-
-def _counts(counters: model_pb2.Counters) -> Iterable[tuple[str, int]]:
-    for descriptor in model_pb2.Counters.DESCRIPTOR.fields:
-        value = getattr(counters, descriptor.name)
-        if isinstance(value, int):
-            yield descriptor.name, value
-
-
-def _pool_name(pool: rebuild_pb2.Pool) -> str:
-    return rebuild_pb2.PoolKind.Name(pool.kind).removeprefix("POOL_KIND_").lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import cast
@@ -14,13 +15,15 @@ from engine.types import Snapshot
 from service import convert
 from service.bridge import Bridge
 from service.loaded import LoadedModel
-from service.metrics import server_version
+from service.metrics import Metrics, server_version
 from service.poolings import WIRE_POOLINGS
 
 ModelRequest = model_pb2.GetModelRequest
 ModelResponse = model_pb2.GetModelResponse
 InfoRequest = model_pb2.GetServerInfoRequest
 InfoResponse = model_pb2.GetServerInfoResponse
+MetricsRequest = model_pb2.GetMetricsRequest
+MetricsResponse = model_pb2.GetMetricsResponse
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -29,11 +32,13 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     def __init__(
         self,
         bridge: Bridge,
+        metrics: Metrics,
         wall_clock: Callable[[], float] = time.time,
         *,
         has_slot_folder: bool = False,
     ) -> None:
         self._bridge = bridge
+        self._metrics = metrics
         self._has_slot_folder = has_slot_folder
         self._start_time = Timestamp()
         self._start_time.FromNanoseconds(round(wall_clock() * 1e9))
@@ -61,6 +66,14 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         info.start_time.CopyFrom(self._start_time)
         info.features.slot_files = self._has_slot_folder
         return InfoResponse(info=info)
+
+    async def GetMetrics(
+        self,
+        request: MetricsRequest,
+        context: grpc.aio.ServicerContext[MetricsRequest, MetricsResponse],
+    ) -> MetricsResponse:
+        """Tells the metrics of this moment."""
+        return MetricsResponse(text=await asyncio.to_thread(self._metrics.text))
 
 
 def _model(model: LoadedModel) -> model_pb2.Model:

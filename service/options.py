@@ -84,6 +84,7 @@ class ServiceOptions:
         grpc_port: its port, 0 for a free one; None keeps it closed.
         private_socket: Unix socket that the own gateway uses, beside the public door.
         metrics_port: port of Prometheus metrics on `grpc_host`, 0 for a free one; None serves none.
+        has_vllm_metrics: what routers read of a vLLM server is served under its names too.
         api_keys: any of them opens the service; empty leaves it open.
         admin_key: alone opens what changes slots, adapters and pools, if set.
         tls: certificate of the public door; None is plain text.
@@ -110,6 +111,7 @@ class ServiceOptions:
     grpc_port: int | None = None
     private_socket: str | None = None
     metrics_port: int | None = None
+    has_vllm_metrics: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
@@ -144,6 +146,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         grpc_host=parsed["grpc_host"],
         grpc_port=parsed["grpc_port"],
         metrics_port=parsed["metrics_port"],
+        has_vllm_metrics=parsed["has_vllm_metrics"],
         api_keys=_api_keys(parsed),
         admin_key=parsed["admin_key"],
         tls=_tls(parsed),

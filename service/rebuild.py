@@ -12,6 +12,7 @@ from engine.rebuild import RebuildState, RebuildWish
 from service.bridge import Bridge
 from service.convert import from_pool
 from service.convert_pools import STATES, from_report, to_sizes
+from service.metrics import Metrics
 from service.telemetry import mint_request_id
 from service.validate import check_rebuild
 
@@ -24,9 +25,12 @@ RebuildResponse = rebuild_pb2.RebuildResponse
 class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
     """Speaks for the engine's pools."""
 
-    def __init__(self, bridge: Bridge, on_state: Callable[[RebuildState], None]) -> None:
+    def __init__(
+        self, bridge: Bridge, metrics: Metrics, on_state: Callable[[RebuildState], None]
+    ) -> None:
         """`on_state` hears on the event loop what the pools are doing."""
         self._bridge = bridge
+        self._metrics = metrics
         self._on_state = on_state
 
     async def GetPools(
@@ -59,6 +63,12 @@ class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
         Raises:
             EngineError: A field is bad, it was refused, or it failed.
         """
+        if request.validate_only:
+            return await self._rebuild(request)
+        with self._metrics.rebuild():
+            return await self._rebuild(request)
+
+    async def _rebuild(self, request: RebuildRequest) -> RebuildResponse:
         engine = self._bridge.engine
         check_rebuild(request)
         loop = asyncio.get_running_loop()

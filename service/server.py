@@ -40,6 +40,7 @@ from engine.slots.store import SlotStore
 from engine.types import EventSink
 from service.autosave import Autosave
 from service.bridge import Bridge, BridgeHooks
+from service.disk_metrics import SlotDiskCollector
 from service.embedding import EmbeddingServicer
 from service.fetch.errors import FetchError
 from service.generation import GenerationServicer
@@ -55,6 +56,7 @@ from service.options import ServiceOptions, TlsFiles
 from service.rebuild import RebuildServicer
 from service.slots import SlotServicer
 from service.tokenization import TokenizationServicer
+from service.vllm_metrics import VllmCollector
 
 READY_SERVICE = "kvarts.v1.GenerationService"
 MAX_REQUEST_BYTES = 16 << 20
@@ -92,6 +94,8 @@ class Server:
     def __init__(self, options: ServiceOptions, *, stall_limit_s: float = STALL_LIMIT_S) -> None:
         self._options = options
         self._metrics = Metrics()
+        if options.slot_save_path is not None:
+            self._metrics.add(SlotDiskCollector(options.slot_save_path))
         # The package's asyncio half has no types.
         self._health: Any = cast("Any", health).aio.HealthServicer()
         self._bridge = Bridge(
@@ -121,7 +125,7 @@ class Server:
             BindError: An address is in use or cannot be had.
         """
         await self._health.set("", _SERVING)
-        await self._health.set(READY_SERVICE, _NOT_SERVING)
+        await self._set_ready(False)
         self._add_servicers()
         self._bind()
         await self._grpc.start()
@@ -136,8 +140,8 @@ class Server:
         """
         model = await self._bridge.load(load_model)
         await self._open_store(model.slot_store)
-        self._metrics.watch(self._bridge.model.engine.snapshot)
-        await self._health.set(READY_SERVICE, _SERVING)
+        self._watch(model)
+        await self._set_ready(True)
 
     async def stop(self, timeout_s: float) -> None:
         """Ends within `timeout_s`: readiness drops, what waits is refused, what runs may finish.
@@ -145,6 +149,7 @@ class Server:
         Then the rest is answered UNAVAILABLE, the engine thread is joined and the doors close.
         """
         await self._health.enter_graceful_shutdown()
+        self._metrics.set_ready(False)
         grace_s = max(0.0, timeout_s - _FLUSH_S)
         if self._autosave is None:
             await self._bridge.stop(grace_s)
@@ -158,6 +163,19 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._closing.close()
+
+    def _watch(self, model: LoadedModel) -> None:
+        """Adds the model's figures to the metrics."""
+        snapshot = model.engine.snapshot
+        self._metrics.watch(snapshot)
+        if self._options.has_vllm_metrics:
+            engine = self._options.engine
+            room = len(engine.adapters) if engine.max_adapters is None else engine.max_adapters
+            self._metrics.add(VllmCollector(snapshot, lambda: model.names.model_id, room))
+
+    async def _set_ready(self, is_ready: bool) -> None:
+        self._metrics.set_ready(is_ready)
+        await self._health.set(READY_SERVICE, _SERVING if is_ready else _NOT_SERVING)
 
     async def _open_store(self, store: SlotStore | None) -> None:
         """Cleans the folder of slot files, begins to hash the model and to restore its slots."""
@@ -186,8 +204,7 @@ class Server:
         if state is RebuildState.FAILED:
             self._spawn(self._report_death())
             return
-        is_ready = state is RebuildState.SERVING
-        self._spawn(self._health.set(READY_SERVICE, _SERVING if is_ready else _NOT_SERVING))
+        self._spawn(self._set_ready(state is RebuildState.SERVING))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something until it is done or the server stops."""
@@ -196,7 +213,7 @@ class Server:
         task.add_done_callback(self._background.discard)
 
     async def _report_death(self) -> None:
-        await self._health.set(READY_SERVICE, _NOT_SERVING)
+        await self._set_ready(False)
         await self._health.set("", _NOT_SERVING)
 
     def _add_servicers(self) -> None:
@@ -210,14 +227,14 @@ class Server:
         )
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(bridge), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelServicer(bridge, has_slot_folder=has_folder), server
+            ModelServicer(bridge, self._metrics, has_slot_folder=has_folder), server
         )
         slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(
             LoraServicer(bridge, self._options.adapter_dir), server
         )
         rebuild_pb2_grpc.add_RebuildServiceServicer_to_server(
-            RebuildServicer(bridge, self._on_pools), server
+            RebuildServicer(bridge, self._metrics, self._on_pools), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         _add_reflection(server)

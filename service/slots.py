@@ -185,12 +185,13 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        model = self._bridge.model
-        faults = Faults()
-        check_filename(faults, "filename", request.filename)
-        faults.raise_if_any()
-        store, tenant = _store(model), telemetry.current().tenant
-        size = await self._on_thread(lambda: store.delete(request.filename, tenant))
+        with self._metrics.slot_op("delete"):
+            model = self._bridge.model
+            faults = Faults()
+            check_filename(faults, "filename", request.filename)
+            faults.raise_if_any()
+            store, tenant = _store(model), telemetry.current().tenant
+            size = await self._on_thread(lambda: store.delete(request.filename, tenant))
         return DeleteResponse(size_bytes=size)
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:

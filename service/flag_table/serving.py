@@ -38,6 +38,15 @@ GRPC = (
         group=_GRPC,
     ),
     Flag(
+        ("--vllm-metrics",),
+        SWITCH,
+        "has_vllm_metrics",
+        "metrics also tell, under vLLM's names, what routers weigh replicas by",
+        default=False,
+        scope=Scope.SERVICE,
+        group=_GRPC,
+    ),
+    Flag(
         ("--shutdown-timeout",),
         number(0, 86400),
         "shutdown_timeout_s",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from kvarts.v1 import slot_pb2
+from kvarts.v1 import common_pb2, model_pb2, rebuild_pb2, slot_pb2
 
 from engine.errors import EngineFault
 from service.metrics import Metrics
@@ -206,6 +208,79 @@ async def test_the_lag_of_the_event_loop_is_measured() -> None:
                     break
 
 
+async def test_rebuilds_are_counted_by_result_and_a_question_is_none() -> None:
+    def resize(pages: int, **fields: Any) -> rebuild_pb2.RebuildRequest:
+        target = rebuild_pb2.PoolSizes(kv_pages=pages)
+        return rebuild_pb2.RebuildRequest(target=target, **fields)
+
+    async with measured() as (it, _):
+        before = await scrape(it)
+        await it.rebuild.Rebuild(resize(9, validate_only=True))
+        asked = await scrape(it)
+        await failure(it.rebuild.Rebuild(resize(1)))
+        after = await scrape(it)
+    results = 'kvarts_rebuilds_total{result="%s"}'
+    count = "kvarts_rebuild_seconds_count"
+    assert (before[results % "ok"], before[count], asked[count]) == (0, 0, 0)
+    assert after[results % "BELOW_FLOOR"] == 1
+    assert after[count] == 1
+
+
+async def test_a_call_tells_the_same_metrics_as_the_port() -> None:
+    async with measured() as (it, ended):
+        await it.collect(LONG)
+        await ended.take(1)
+        told = (await it.model.GetMetrics(model_pb2.GetMetricsRequest())).text
+        await ended.take(1)
+        scraped = await text_of(it)
+    assert names(told) == names(scraped)
+    line = 'kvarts_requests_total{code="OK",rpc="GenerationService/Generate"} 1.0'
+    assert line in told.splitlines()
+
+
+def names(text: str) -> set[str]:
+    """The families of a scrape; the call itself adds only samples."""
+    return {line for line in text.splitlines() if line.startswith("# TYPE")}
+
+
+async def test_readiness_is_a_gauge() -> None:
+    async with measured() as (it, _):
+        assert (await scrape(it))["kvarts_ready"] == 1
+
+
+async def test_the_slot_folder_has_its_gauges(tmp_path: Path) -> None:
+    (tmp_path / "a.slot").write_bytes(b"x" * 1000)
+    (tmp_path / ".tenant-ab").mkdir()
+    (tmp_path / ".tenant-ab" / "b.slot").write_bytes(b"x" * 500)
+    (tmp_path / "elsewhere").symlink_to("/dev/zero")
+    async with measured(slot_save_path=str(tmp_path)) as (it, _):
+        metrics = await scrape(it)
+    assert metrics["kvarts_slot_disk_bytes"] == 1500
+    free, size = metrics["kvarts_slot_disk_free_bytes"], metrics["kvarts_slot_disk_size_bytes"]
+    assert 0 < free <= size
+
+
+async def test_routers_find_the_names_of_vllm_where_asked_for() -> None:
+    async with measured() as (it, _):
+        assert "vllm:" not in await text_of(it)
+    gate = StepGate()
+    async with measured(runner=gated_runner(gate), has_vllm_metrics=True, num_adapters=2) as (
+        it,
+        _,
+    ):
+        scales = common_pb2.AdapterScales(scales=[common_pb2.AdapterScale(adapter_id=1, scale=1.0)])
+        request = GenerateRequest(text="abc", max_tokens=2, adapters=scales)
+        running = asyncio.create_task(it.collect(request))
+        await gate.arrival()
+        text = await text_of(it)
+        gate.open()
+        await running
+    assert 'vllm:num_requests_waiting{model_name="fake"} 0.0' in text
+    second = it.engine.snapshot().adapters[1].name
+    assert f'running_lora_adapters="{second}",waiting_lora_adapters=""' in text
+    assert re.search(r'vllm:cache_config_info{block_size="16",num_gpu_blocks="\d+"} 1.0', text)
+
+
 # Source: the names and types that the operator's dashboards and alerts are built on.
 TYPES = {
     "requests_total": "counter",
@@ -216,6 +291,8 @@ TYPES = {
     "prefix_hit_tokens_total": "counter",
     "slot_ops_total": "counter",
     "compiles_total": "counter",
+    "rebuilds_total": "counter",
+    "ready": "gauge",
     "requests_running": "gauge",
     "requests_queued": "gauge",
     "pool_units": "gauge",
@@ -232,6 +309,7 @@ TYPES = {
     "request_seconds": "histogram",
     "step_seconds": "histogram",
     "slot_op_seconds": "histogram",
+    "rebuild_seconds": "histogram",
     "loop_lag_seconds": "histogram",
 }
 

@@ -180,6 +180,7 @@ class FakeService(
         self.saved: list[slot_pb2.SaveSlotRequest] = []
         self.model = _model()
         self.info = _info()
+        self.metrics = ""
         self.embeds: list[embedding_pb2.EmbedRequest] = []
         self.pools = rebuild_pb2.GetPoolsResponse()
         self.rebuilds: list[rebuild_pb2.RebuildRequest] = []
@@ -326,6 +327,11 @@ class FakeService(
         del request
         await self._take_model_call("GetServerInfo", context)
         return model_pb2.GetServerInfoResponse(info=self.info)
+
+    async def GetMetrics(self, request: Any, context: Any) -> model_pb2.GetMetricsResponse:
+        del request
+        await self._take_model_call("GetMetrics", context)
+        return model_pb2.GetMetricsResponse(text=self.metrics)
 
     async def ListSlots(self, request: Any, context: Any) -> slot_pb2.ListSlotsResponse:
         del request, context

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
 import pytest
-from kvarts.v1 import lora_pb2, model_pb2, rebuild_pb2
+from kvarts.v1 import lora_pb2, model_pb2
 
 from tests.unit.gateway.conftest import Serve
 from tests.unit.gateway.fake_service import FakeService
@@ -134,7 +135,7 @@ async def test_metrics(serve: Serve, service: FakeService):
         counters.decode_duration.FromMilliseconds(2000)
         service.info.counters.CopyFrom(counters)
         service.info.gauges.running_requests = 3
-        service.info.pools.add(kind=rebuild_pb2.POOL_KIND_KV, size=9, free=4)
+        service.metrics = '# TYPE kvarts_pool_units gauge\nkvarts_pool_units{pool="kv"} 9.0\n'
         lines = (await client.get("/metrics")).text.splitlines()
         for line in (
             "llamacpp:prompt_tokens_seconds 200",
@@ -142,14 +143,45 @@ async def test_metrics(serve: Serve, service: FakeService):
             "llamacpp:requests_processing 3",
             "llamacpp:n_busy_slots_per_decode 1.5",
             "llamacpp:tokens_predicted_seconds_total 2",
-            "kvarts_requests_finished_total 2",
-            'kvarts_pool_size_units{pool="kv"} 9',
+            'kvarts_pool_units{pool="kv"} 9.0',
         ):
             assert line in lines
         # A scrape covers the time since the one before.
         again = (await client.get("/metrics")).text
         assert "llamacpp:prompt_tokens_seconds 0\n" in again
         assert "llamacpp:prompt_tokens_total 100\n" in again
+
+
+async def test_answers_are_counted_by_route_and_status(serve: Serve):
+    def replies(text: str) -> dict[tuple[str, str], float]:
+        rows = re.findall(
+            r'^kvarts_http_requests_total{route="(.*)",code="(.*)"} (.*)$', text, re.M
+        )
+        return {(route, code): float(count) for route, code, count in rows}
+
+    async with serve(has_metrics=True, api_keys=("key",)) as client:
+        client.headers["authorization"] = "Bearer key"
+        before = replies((await client.get("/metrics")).text)
+        for _ in range(5):
+            await client.post("/completion", json={"prompt": "abc", "n_predict": 2})
+        for body in (b"[]", b"{"):
+            await client.post("/completions", content=body)
+        await client.post("/slots/1?action=erase")
+        await client.get("/slots/not-a-route")
+        await client.get("/props", headers={"authorization": "Bearer wrong"})
+        after = replies((await client.get("/metrics")).text)
+    assert {key: count - before.get(key, 0) for key, count in after.items()} == {
+        ("/completion", "200"): 5,
+        ("/completions", "400"): 1,
+        ("/completions", "500"): 1,
+        ("/health", "200"): 0,
+        # A scrape is counted when it has ended: this is the one before.
+        ("/metrics", "200"): 1,
+        ("/slots/{id_slot}", "200"): 1,
+        ("other", "401"): 1,
+        ("other", "404"): 1,
+        ("other", "503"): 0,
+    }
 
 
 async def test_the_page(serve: Serve, tmp_path: Path):
