@@ -148,7 +148,7 @@ def test_all_services_are_there() -> None:
             "ConvertJsonSchema",
         },
         "EmbeddingService": {"Embed"},
-        "ModelService": {"GetModel", "GetServerInfo"},
+        "ModelService": {"GetModel", "GetServerInfo", "GetMetrics"},
         "SlotService": {
             "ListSlots",
             "SaveSlot",
