@@ -26,12 +26,20 @@ from typing import Any, TypeVar
 
 from engine.adapters.desk import NO_ADAPTERS, AdapterDesk, AdapterSetup, EngineDoors
 from engine.adapters.loaded import LoadedAdapters, describe_adapter
-from engine.errors import ContextOverflow, EngineError, EngineFault, NoSuchSlot, ShuttingDown
+from engine.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineFault,
+    NoSuchSlot,
+    NotSupported,
+    ShuttingDown,
+)
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.errors import RebuildFailed
 from engine.memory.planner import MemoryPlan
 from engine.memory.split import MemoryLimits, ceilings
+from engine.model.scoring import ScoringHead
 from engine.pools import Pools
 from engine.rebuild import (
     RebuildDoors,
@@ -59,7 +67,7 @@ from engine.types import (
     Request,
     Snapshot,
 )
-from engine.validation import RequestLimits, check_request
+from engine.validation import ENCODER_SLOTS, RequestLimits, check_request
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +96,7 @@ class EngineParts:
     key begins. `start_file_work` runs the file side of a save or a restore on another thread, `start_compiling`
     what compiles the programs of a rebuild.
     `experts` tells how the moe_cache pool of a model that has one stands, `memory` what all pools
-    have to fit into.
+    have to fit into. `head` scores texts, where the model has one.
     """
 
     runner: Runner
@@ -105,6 +113,7 @@ class EngineParts:
     failpoints: Failpoints = field(default_factory=Failpoints)
     experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
     memory: MemoryLimits = field(default_factory=MemoryLimits)
+    head: ScoringHead | None = None
 
 
 class Engine:
@@ -137,6 +146,8 @@ class Engine:
             page_tokens=plan.page_tokens,
             chunk_tokens=min(config.chunk_tokens, parts.runner.max_chunk),
             embeds=config.embeds,
+            is_encoder=parts.runner.max_texts > 0,
+            has_head=parts.head is not None,
         )
         self.rebuilds = Rebuilds(
             self._rebuild_doors(parts), parts.runner, self._table, self._pages, parts.failpoints
@@ -148,6 +159,11 @@ class Engine:
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._snapshot = self._describe()
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model reads texts and generates none, and so has no slots and adapters."""
+        return self._limits.is_encoder
 
     @property
     def fault(self) -> BaseException | None:
@@ -226,6 +242,7 @@ class Engine:
 
         Raises:
             NoSuchSlot: there is no slot with this id.
+            NotSupported: the model is an encoder.
             EngineError: ShuttingDown or EngineFault, as `submit`.
         """
         self._check_slot(slot_id)
@@ -255,6 +272,7 @@ class Engine:
 
         Raises:
             NoSuchSlot: there is no slot with this id.
+            NotSupported: the model is an encoder.
             EngineError: ShuttingDown or EngineFault, as `submit`.
         """
         self._check_slot(wish.slot_id)
@@ -438,6 +456,8 @@ class Engine:
             self._post(command)
 
     def _check_slot(self, slot_id: int) -> None:
+        if self._limits.is_encoder:
+            raise NotSupported(ENCODER_SLOTS)
         if not 0 <= slot_id < self._limits.num_slots:
             raise NoSuchSlot(slot_id, self._limits.num_slots)
 
@@ -490,5 +510,6 @@ def _scheduler_parts(
         calls=calls,
         start_file_work=parts.start_file_work,
         shifts=config.context_shift,
+        head=parts.head,
         failpoints=parts.failpoints,
     )

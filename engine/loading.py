@@ -36,6 +36,7 @@ from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
 from engine.model.expert_cache import expert_shape
 from engine.model.moving import can_move
+from engine.model.scoring import read_head
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights, load_weights
 from engine.runner import JaxRunner, RunnerConfig
@@ -118,6 +119,8 @@ def load_engine(
     with GgufFile.open(path) as file:
         spec, facts = read_spec(file), read_facts(file)
         hints = read_sampling(file.metadata)
+        if spec.encoder is not None and (config.adapters or config.max_adapters):
+            raise InvalidField("adapters", f"a {spec.architecture} model takes none (--lora)")
         if config.context_shift and not can_move(spec):
             raise InvalidField("context_shift", f"keys of {spec.architecture} cannot be moved")
         plan = plan_memory(config, _kv_shape(spec), spec.context_train)
@@ -135,6 +138,7 @@ def load_engine(
                 expert_slots=config.moe_cache_slots,
                 overlaps=config.prefill_overlap,
             )
+            head = read_head(spec, file)
             expert_pool = _expert_pool(expert_shape(spec, file, is_native=is_native), weights)
             if tokenizing.done():
                 tokenizing.result()  # a refusal need not wait for the compiler
@@ -154,6 +158,7 @@ def load_engine(
         adapters=AdapterSetup(runner, capacity, model),
         model_id=digest.sampled.encode(),
         experts=expert_pool,
+        head=head,
         **replaced,
     )
     engine = Engine(config, plan, engine_parts, sink=sink)

@@ -114,7 +114,9 @@ class PoolPrograms:
         return self.config.device_sizes
 
     def shapes(self) -> list[Bucket]:
-        """Every shape of a step, adapters and hidden states aside."""
+        """Every shape of a step, adapters and hidden states aside; an encoder's have other ones."""
+        if self._spec.encoder is not None:
+            return []
         rows = _row_buckets(self.config.max_rows)
         chunks = [c for c in _CHUNK_BUCKETS if c < self.config.max_chunk]
         chunks.append(self.config.max_chunk)

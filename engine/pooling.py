@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.model.encoder_spec import ScoredState
+from engine.model.scoring import ScoringHead
 from engine.step import FloatArray
 from engine.types import Pooling
 
 # What the greatest magnitude becomes: 16-bit integers hold it.
 _MAX_ABSOLUTE = 32760.0
+_POOLED_FOR = {
+    ScoredState.FIRST: Pooling.CLS,
+    ScoredState.LAST: Pooling.LAST,
+    ScoredState.MEAN: Pooling.MEAN,
+}
 NO_NORM, MAX_NORM, EUCLIDEAN = -1, 0, 2
 
 
@@ -21,8 +28,10 @@ class StatePooling:
     Keeps no more than its result needs: all rows only where nothing is pooled.
     """
 
-    def __init__(self, pooling: Pooling) -> None:
-        self.pooling = pooling
+    def __init__(self, pooling: Pooling, head: ScoringHead | None = None) -> None:
+        """`head` scores the pooled state; RANK needs one, which also says what it scores."""
+        self._head = head if pooling is Pooling.RANK else None
+        self.pooling = pooling if self._head is None else _POOLED_FOR[self._head.state]
         self._rows: list[FloatArray] = []
         self._num_tokens = 0
 
@@ -39,15 +48,28 @@ class StatePooling:
                 self._rows = self._rows or [np.array(states[0])]
             case Pooling.LAST:
                 self._rows = [np.array(states[-1])]
+            case Pooling.RANK:
+                raise AssertionError("RANK pooling without a head")
+
+    def again(self) -> StatePooling:
+        """Returns one for the same text from its beginning."""
+        return StatePooling(Pooling.RANK if self._head else self.pooling, self._head)
 
     def result(self) -> FloatArray:
-        """Returns f32 [rows, width]: one row, or one per token where nothing is pooled."""
+        """Returns f32 [rows, width]: one row, or one per token where nothing is pooled.
+
+        With RANK the row has the scores.
+        """
+        pooled = self._pooled()
+        return pooled if self._head is None else self._head.scores(pooled[0])[None]
+
+    def _pooled(self) -> FloatArray:
         match self.pooling:
             case Pooling.NONE:
                 return np.concatenate(self._rows)
             case Pooling.MEAN:
                 return (self._rows[0] / np.float32(self._num_tokens))[None]
-            case Pooling.CLS | Pooling.LAST:
+            case _:
                 return self._rows[0][None]
 
 

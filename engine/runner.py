@@ -41,6 +41,7 @@ from engine.step import (
     StateRead,
     StepBatch,
 )
+from engine.text_programs import TextPrograms
 from engine.types import PoolKind
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -120,7 +121,12 @@ class JaxRunner:
         self._weights = weights
         self._banks = _banks(spec, config.adapters, is_native=weights.is_native)
         self._programs = PoolPrograms(spec, weights, config, self._banks)
-        self._hidden: FloatArray | None = None
+        self._texts = None
+        if spec.encoder is not None:
+            self._texts = TextPrograms(
+                spec, weights, max_texts=config.max_rows, max_tokens=config.max_chunk
+            )
+        self._hidden: list[FloatArray] = []
         self._compiles = _CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         self._stop_counting = weakref.finalize(
@@ -136,6 +142,11 @@ class JaxRunner:
     def max_chunk(self) -> int:
         """The most tokens of one prefill chunk."""
         return self._config.max_chunk
+
+    @property
+    def max_texts(self) -> int:
+        """See `engine.step.Runner`."""
+        return self._texts.max_texts if self._texts else 0
 
     @property
     def compiles(self) -> int:
@@ -154,7 +165,9 @@ class JaxRunner:
         """Compiles every program and runs the small ones once; see `PoolPrograms.compile`."""
         for compilation in self._banks.compilations() if self._banks else []:
             compilation()
-        self._programs.compile(progress, workers)
+        if self._texts:
+            self._texts.compile(progress)
+        self._programs.compile(None if self._texts else progress, workers)
         self.warm()
 
     # Other sizes; see `engine.step.Resizable`.
@@ -168,7 +181,8 @@ class JaxRunner:
     def fixed_bytes(self) -> int:
         """Bytes of weights, adapter banks and workspace: what no size of a pool changes."""
         arrays = jax.tree.leaves((self._weights, self._banks.arrays if self._banks else None))
-        return sum(array.nbytes for array in arrays) + self._programs.workspace_bytes
+        workspace = self._texts.workspace_bytes if self._texts else self._programs.workspace_bytes
+        return sum(array.nbytes for array in arrays) + workspace
 
     def prepare(self, sizes: DeviceSizes) -> PoolPrograms:
         """Compiles all programs of other sizes."""
@@ -215,11 +229,14 @@ class JaxRunner:
             ValueError: A size, a token, a position or a page is out of range; nothing was run.
             PoolLost: The step failed with the pools in its hands; they are new and empty now.
         """
+        if self._texts:
+            self._hidden = self._texts.read(batch.texts)
+            return [None] * len(batch.texts)
         bucket = self._bucket_for(batch)
         outputs = self._call(bucket, self._programs.packed(bucket).pack(batch))
-        self._hidden = None
+        self._hidden = []
         if batch.chunk and outputs.hidden is not None:
-            self._hidden = np.asarray(outputs.hidden)[: len(batch.chunk.tokens)]
+            self._hidden = [np.asarray(outputs.hidden)[: len(batch.chunk.tokens)]]
         rows: list[RowLogits | None] = [
             _DeviceRow(outputs, i, self._spec.vocab_size) if work.wants_logits else None
             for i, work in enumerate(batch.decodes)
@@ -229,10 +246,10 @@ class JaxRunner:
             rows.append(_DeviceRow(outputs, bucket.rows, self._spec.vocab_size) if wanted else None)
         return rows
 
-    def hidden_states(self) -> FloatArray:
+    def hidden_states(self, text: int = 0) -> FloatArray:
         """See `engine.step.Runner`."""
-        assert self._hidden is not None, "the last step asked for no hidden states"
-        return self._hidden
+        assert self._hidden, "the last step asked for no hidden states"
+        return self._hidden[text]
 
     def write_adapter(self, place: int, content: AdapterContent) -> None:
         """See `engine.adapters.store.AdapterStore`."""

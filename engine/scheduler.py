@@ -24,7 +24,7 @@ from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.ledger import Ledger
 from engine.scheduling.parts import NonFiniteLogits, SchedulerParts
 from engine.scheduling.patience import gains_by_waiting, reuse_limit
-from engine.scheduling.plan import StepPlan, plan_step
+from engine.scheduling.plan import StepPlan, plan_step, plan_texts
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
 from engine.scheduling.row import Arrival, Row, deadline_error
@@ -193,16 +193,18 @@ class Scheduler:
         self._make_room()
         for row in self._rows.values():
             row.stop_at = self._table.next_stop(row.home, len(row.request.prompt))
-        runner = self._parts.runner
-        plan = plan_step(
-            self.rows,
-            max_decodes=runner.max_decodes,
-            chunk_tokens=min(self._parts.chunk_tokens, runner.max_chunk),
-        )
+        plan = self._plan()
         if plan is None:
             return False
         self._evaluate(plan)
         return True
+
+    def _plan(self) -> StepPlan | None:
+        runner = self._parts.runner
+        most = min(self._parts.chunk_tokens, runner.max_chunk)
+        if runner.max_texts:
+            return plan_texts(self.rows, max_texts=runner.max_texts, max_tokens=most)
+        return plan_step(self.rows, max_decodes=runner.max_decodes, chunk_tokens=most)
 
     # Ends of requests.
 
@@ -442,11 +444,11 @@ class Scheduler:
         for row in plan.rows:
             self._table.cover(row.home, len(row.home.tokens) + plan.length(row))
         batch = plan.batch()
-        works = batch.decodes if batch.chunk is None else (*batch.decodes, batch.chunk)
         self._ledger.stepped(len(self._rows))
         try:
             self._parts.failpoints.check(Site.RUN)
-            results = list(zip(plan.rows, works, self._parts.runner.run(batch), strict=True))
+            logits_of = self._parts.runner.run(batch)
+            results = list(zip(plan.rows, batch.works, logits_of, strict=True))
         except Exception as error:
             # Nobody knows what was written into these rows' pages, so nothing of them is kept.
             for row in plan.rows:
@@ -456,7 +458,7 @@ class Scheduler:
         now_s = self._parts.clock()
         if plan.passed is not None:
             plan.passed.was_passed = True
-        for row, work, logits in results:
+        for number, (row, work, logits) in enumerate(results):
             if row.slot is None:
                 continue  # the pools were lost while another row's state was kept
             row.was_passed = False
@@ -470,7 +472,7 @@ class Scheduler:
             if row.stop_at == len(row.home.tokens) and not self._snapshot(row):
                 continue
             if row.pooling is not None:
-                self._pool(row, row.pooling, now_s)
+                self._pool(row, row.pooling, number if plan.texts else 0, now_s)
             elif work.wants_logits:
                 self._sample(row, logits, now_s)
 
@@ -483,9 +485,9 @@ class Scheduler:
             return False
         return True
 
-    def _pool(self, row: Row, pooling: StatePooling, now_s: float) -> None:
+    def _pool(self, row: Row, pooling: StatePooling, text: int, now_s: float) -> None:
         """Gathers hidden states; with the last ones the vector is complete, and nothing is kept."""
-        pooling.add(self._parts.runner.hidden_states())
+        pooling.add(self._parts.runner.hidden_states(text))
         if row.num_pending:
             return
         vectors = pooling.result()

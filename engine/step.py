@@ -51,21 +51,30 @@ class SequenceWork:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step: `decodes` of one token each, and at most one prefill `chunk` beside them."""
+    """One step: `decodes` of one token each, and at most one prefill `chunk` beside them.
+
+    An encoder's steps have whole `texts` and nothing else.
+    """
 
     decodes: tuple[SequenceWork, ...]
     chunk: SequenceWork | None
+    texts: tuple[SequenceWork, ...] = ()
+
+    @property
+    def works(self) -> tuple[SequenceWork, ...]:
+        """Everything, in the order of the runner's results."""
+        chunk = (self.chunk,) if self.chunk else ()
+        return (*self.decodes, *chunk, *self.texts)
 
     @property
     def num_tokens(self) -> int:
         """Tokens evaluated by the step."""
-        return len(self.decodes) + (len(self.chunk.tokens) if self.chunk else 0)
+        return sum(len(work.tokens) for work in self.works)
 
     @property
     def has_adapters(self) -> bool:
         """Whether any sequence runs with an adapter."""
-        chunk = (self.chunk,) if self.chunk else ()
-        return any(work.adapters for work in (*self.decodes, *chunk))
+        return any(work.adapters for work in self.works)
 
     @property
     def wants_hidden(self) -> bool:
@@ -377,12 +386,17 @@ class Runner(PageStore, StateStore, Resizable, Protocol):
         ...
 
     @property
+    def max_texts(self) -> int:
+        """The most texts of one step, together no longer than a chunk; 0 if it is no encoder."""
+        ...
+
+    @property
     def compiles(self) -> int:
         """Programs compiled so far; flat after `warm_up`."""
         ...
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
-        """Evaluates a step; one entry per decode, then one for the chunk if there is one.
+        """Evaluates a step; one entry per decode, then for the chunk if there is one, or per text.
 
         An entry is None where no logits were asked for. Raises whatever the device raises; the
         caller then fails the requests of this batch and no others.
@@ -393,9 +407,9 @@ class Runner(PageStore, StateStore, Resizable, Protocol):
         """
         ...
 
-    def hidden_states(self) -> FloatArray:
+    def hidden_states(self, text: int = 0) -> FloatArray:
         """The hidden states after the last norm of the last step's chunk, f32 [tokens, width].
 
-        Only after a step whose chunk asked for them.
+        Only after a step whose chunk asked for them; or those of one of its texts, by number.
         """
         ...

@@ -89,12 +89,13 @@ class SamplingParams:
 
 
 class Pooling(Enum):
-    """How the final states of a text's tokens become its vector."""
+    """How the final states of a text's tokens become its vector, or with RANK its scores."""
 
     NONE = "none"
     MEAN = "mean"
     CLS = "cls"
     LAST = "last"
+    RANK = "rank"
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,18 @@ MAX_DECAY = 0.9900000095367432
 # A wire id has at most 36 characters; several samples of one request add a suffix.
 MAX_ID_CHARS = 64
 
+# What encoders do not have, as a refusal names it.
+GENERATION = "text generation"
+ENCODER_ADAPTERS = "adapters of an encoder"
+ENCODER_SLOTS = "slots of an encoder, which keeps nothing of a text"
+
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The engine's sizes that bound a request."""
+    """The engine's sizes that bound a request.
+
+    `is_encoder`: the model reads texts and generates nothing. `has_head`: it scores them.
+    """
 
     num_slots: int
     vocab_size: int
@@ -45,6 +53,8 @@ class RequestLimits:
     adapter_ids: frozenset[int] = frozenset()
     chunk_tokens: int = MAX_INT32
     embeds: bool = False
+    is_encoder: bool = False
+    has_head: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -57,9 +67,10 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         KvPagesExhausted: the prompt does not fit in the KV pool even alone.
         NoSuchSlot: the pinned slot does not exist.
         NoSuchAdapter: an adapter is not loaded.
-        NotSupported: a vector is asked for, and the engine was not made for that.
-        BatchOverflow: the input of a vector is longer than one chunk, and is not pooled by its last
-            token.
+        NotSupported: a vector is asked for, and the engine was not made for that; or a text, scores
+            or adapters, which the model does not have.
+        BatchOverflow: the input of a vector is longer than one chunk, and not all of its tokens
+            may be evaluated without those behind them.
     """
     if not 1 <= len(request.request_id) <= MAX_ID_CHARS:
         length = len(request.request_id)
@@ -77,6 +88,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
 
 def _check_adapters(request: Request, limits: RequestLimits) -> None:
     """Looked up again at admission: an adapter may be unloaded while the request waits."""
+    if request.adapters and limits.is_encoder:
+        raise NotSupported(ENCODER_ADAPTERS)
     seen: set[int] = set()
     for index, entry in enumerate(request.adapters or ()):
         if entry.adapter_id not in limits.adapter_ids:
@@ -98,6 +111,8 @@ def _check_fit(request: Request, limits: RequestLimits) -> None:
     num_tokens = len(request.prompt)
     if request.pooling is not None:
         _check_embedding(request, request.pooling, limits)
+    elif limits.is_encoder:
+        raise NotSupported(GENERATION)
     elif num_tokens >= limits.context_tokens:
         raise ContextOverflow(num_tokens, limits.context_tokens)
     needed = pages_for(num_tokens, limits.page_tokens)
@@ -111,8 +126,11 @@ def _check_embedding(request: Request, pooling: Pooling, limits: RequestLimits) 
         raise NotSupported("embeddings: the server was not started for them")
     if not num_tokens:
         raise InvalidField("prompt", "an input of no tokens has no vector")
+    if pooling is Pooling.RANK and not limits.has_head:
+        raise NotSupported("RANK pooling: the model has no classification head")
     # What llama.cpp pools in one piece is refused where it would take two.
-    if pooling is not Pooling.LAST and num_tokens > limits.chunk_tokens:
+    goes_on = pooling in (Pooling.LAST, Pooling.RANK) and not limits.is_encoder
+    if not goes_on and num_tokens > limits.chunk_tokens:
         raise BatchOverflow(num_tokens, limits.chunk_tokens)
     if num_tokens > limits.context_tokens:
         raise ContextOverflow(num_tokens, limits.context_tokens)

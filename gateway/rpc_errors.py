@@ -23,6 +23,10 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _K = ErrorKind
 _NOT_RESTORED = "Unable to restore slot: No available space in KV cache or invalid slot save file"
 
+# An encoder is asked for a text: the peer's 500.
+_GENERATION = "text generation"
+_NO_LOGITS = "the current context does not support logits computation. skipping"
+
 # What a reason becomes over HTTP, and the peer's own words where it has some.
 _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
     "INVALID_FIELD": (_K.INVALID_REQUEST, None),
@@ -131,6 +135,8 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
             message, extra = _context_overflow(details.metadata)
         case "BAD_GRAMMAR":
             message = _bad_grammar(message, text, details.metadata)
+        case "NOT_SUPPORTED" if details.metadata.get("feature") == _GENERATION:
+            kind, message = ErrorKind.SERVER, _NO_LOGITS
         case "GRAMMAR_DEAD_END":
             message = _dead_end(details.metadata)
         case _:

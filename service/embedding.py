@@ -54,7 +54,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         request: EmbedRequest,
         context: grpc.aio.ServicerContext[EmbedRequest, EmbedResponse],
     ) -> EmbedResponse:
-        """Embeds every input; the engine takes them one after another.
+        """Embeds every input; an encoder takes several in a step, a decoder one after another.
 
         Raises:
             EngineError: The request was refused or failed.
@@ -104,29 +104,42 @@ async def _plan(request: EmbedRequest, model: LoadedModel) -> _Plan:
     if embedding is None:
         raise NotSupported("embeddings: the server was not started for them")
     pooling = embedding.pooling
-    if request.pooling == embedding_pb2.POOLING_RANK:
-        raise NotSupported("RANK pooling: the model has no classification head")
     if request.pooling != embedding_pb2.POOLING_UNSPECIFIED:
         pooling = POOLINGS[request.pooling]
     inputs: list[Sequence[int]] = []
     for index, entry in enumerate(request.inputs):
-        inputs.append(await _tokens(entry, index, model))
+        inputs.append(await _tokens(entry, index, model, pooling))
     _check_reply(inputs, pooling, model.facts.embedding_size)
     norm = request.norm if request.HasField("norm") else embedding.norm
     return _Plan(pooling, norm, inputs)
 
 
-async def _tokens(entry: embedding_pb2.EmbedInput, index: int, model: LoadedModel) -> Sequence[int]:
+async def _tokens(
+    entry: embedding_pb2.EmbedInput, index: int, model: LoadedModel, pooling: Pooling
+) -> Sequence[int]:
     match entry.WhichOneof("input"):
         case "tokens":
             tokens: Sequence[int] = entry.tokens.ids
         case "pair":
-            raise NotSupported("pairs: they need RANK pooling, and the model has no such head")
+            if pooling is not Pooling.RANK:
+                raise InvalidField(f"inputs[{index}]", "a pair, which needs RANK pooling")
+            tokens = await _pair_tokens(entry.pair, model)
         case _:
             tokens = await encode(model.tokenizer, entry.text)
     if not tokens:
         raise InvalidField(f"inputs[{index}]", "has no tokens")
     return tokens
+
+
+async def _pair_tokens(pair: embedding_pb2.RankPair, model: LoadedModel) -> Sequence[int]:
+    layout, tokenizer = model.pairs, model.tokenizer
+    if (text := layout.filled(pair.query, pair.document)) is not None:
+        return await encode(tokenizer, text, add_special=False)
+    query, document = [
+        await encode(tokenizer, text, add_special=False, parse_special=False)
+        for text in (pair.query, pair.document)
+    ]
+    return [*layout.before, *query, *layout.between, *document, *layout.behind]
 
 
 def _check_reply(inputs: Sequence[Sequence[int]], pooling: Pooling, width: int) -> None:
@@ -142,7 +155,7 @@ def _check_reply(inputs: Sequence[Sequence[int]], pooling: Pooling, width: int) 
 
 def _embedding(event: Embedded, plan: _Plan) -> embedding_pb2.Embedding:
     values = np.frombuffer(event.values, "<f4")
-    if plan.pooling is not Pooling.NONE:
+    if plan.pooling not in (Pooling.NONE, Pooling.RANK):
         values = normalised(values, plan.norm)
     return embedding_pb2.Embedding(
         values=values.tolist(),

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.slots.store import SlotStore
 from engine.text.chat_format import PLAIN, ChatFormat, find_format
 from engine.text.grammar.matcher import GrammarCompiler
+from engine.text.pairs import PairLayout
 from engine.types import EventSink
 from service.defaults import EmbeddingDefaults, GenerationDefaults
 from service.reasoning_frame import framed
@@ -123,7 +124,8 @@ class LoadedModel:
 
     `has_jinja`: any Jinja template is rendered, not only built-in formats. `device` is the backend:
     "cpu", "gpu" or "metal". `slot_store` are the saved slots, None where no folder was given.
-    `embedding` is None where the server was not started for vectors.
+    `embedding` is None where the server was not started for vectors. `pairs` says how a query and a
+    document become one text.
     """
 
     engine: Engine
@@ -138,6 +140,7 @@ class LoadedModel:
     device: str = "cpu"
     slot_store: SlotStore | None = None
     embedding: EmbeddingDefaults | None = None
+    pairs: PairLayout = field(default_factory=PairLayout)
 
     @property
     def parses_chat(self) -> bool:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import jax
 
+from engine.errors import InvalidField
 from engine.loading import Loaded, LoadProgress, load_engine
 from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
+from engine.text.pairs import pair_layout
 from engine.text.tokenizer import Tokenizer
 from engine.text.turn_template import TurnTemplate
 from engine.types import EventSink, Pooling
@@ -94,26 +96,34 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         has_context_shift=options.engine.context_shift,
         has_jinja=options.use_jinja,
         device=jax.default_backend(),
-        embedding=_embedding(options.embedding, loaded.facts.pooling_type),
+        embedding=_embedding(options.embedding, loaded),
+        pairs=pair_layout(loaded.vocab, loaded.tokenizer),
     )
     if model.defaults.grammar:
         model.grammars.compile(model.defaults.grammar)
     return model
 
 
-# llama.cpp's numbers; its own of rerankers has no vector.
-_POOLINGS = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST)
+# llama.cpp's numbers.
+_POOLINGS = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST, Pooling.RANK)
 
 
-def _embedding(options: EmbeddingOptions | None, own: int | None) -> EmbeddingDefaults | None:
-    """The flag's pooling, else the file's, else none."""
+def _embedding(options: EmbeddingOptions | None, loaded: Loaded) -> EmbeddingDefaults | None:
+    """The flag's pooling, else the file's, else none.
+
+    Raises:
+        InvalidField: The flag asks for scores, and the model has no head that makes them.
+    """
     if options is None:
         return None
-    known = own is not None and own < len(_POOLINGS)
-    return EmbeddingDefaults(
-        pooling=options.pooling or (_POOLINGS[own] if known and own is not None else Pooling.NONE),
-        norm=options.norm,
-    )
+    own, has_head = loaded.facts.pooling_type, loaded.spec.scoring is not None
+    if options.pooling is Pooling.RANK and not has_head:
+        raise InvalidField("pooling", "rank (--reranking): the model has no classification head")
+    pooling = options.pooling
+    if pooling is None:
+        pooling = _POOLINGS[own] if own is not None and own < len(_POOLINGS) else Pooling.NONE
+        pooling = Pooling.NONE if pooling is Pooling.RANK and not has_head else pooling
+    return EmbeddingDefaults(pooling=pooling, norm=options.norm)
 
 
 def _slot_store(options: ServiceOptions, loaded: Loaded) -> SlotStore | None:

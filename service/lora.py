@@ -16,6 +16,7 @@ from engine.adapters.loaded import NewAdapter, describe_adapter
 from engine.adapters.source import resolve_inside
 from engine.errors import NotSupported
 from engine.types import AdapterInfo
+from engine.validation import ENCODER_ADAPTERS
 from service.bridge import Bridge
 from service.convert import to_adapters
 from service.convert_adapters import from_adapter
@@ -70,7 +71,7 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
         Raises:
             EngineError: A field is bad, or an adapter is not loaded; nothing is changed then.
         """
-        desk = self._desk
+        desk = self._changeable()
         faults = Faults()
         if not request.HasField("scales"):
             faults.add("scales", "missing")
@@ -87,7 +88,7 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
         Raises:
             EngineError: The request or the file was refused; nothing is attached then.
         """
-        desk = self._desk
+        desk = self._changeable()
         check_load_adapter(request)
         if self._folder is None:
             raise NotSupported("adapters at run time: the server has no --lora-dir")
@@ -113,7 +114,7 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
         Raises:
             EngineError: A field is bad, it is not loaded, or it is in use.
         """
-        desk = self._desk
+        desk = self._changeable()
         faults = Faults()
         if not request.HasField("adapter_id"):
             faults.add("adapter_id", "missing")
@@ -129,6 +130,11 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
             users = [a.active_requests for a in self._infos() if a.adapter_id == adapter_id]
             raise AdapterInUse(adapter_id, max([1, *users])) from None
         return UnloadResponse(freed_bytes=freed)
+
+    def _changeable(self) -> AdapterDesk:
+        if self._bridge.model.engine.is_encoder:
+            raise NotSupported(ENCODER_ADAPTERS)
+        return self._desk
 
     @property
     def _desk(self) -> AdapterDesk:

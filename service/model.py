@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from kvarts.v1 import embedding_pb2, model_pb2, model_pb2_grpc
 
-from engine.types import Snapshot
+from engine.types import Pooling, Snapshot
 from service import convert
 from service.bridge import Bridge
 from service.loaded import LoadedModel
@@ -137,8 +137,9 @@ def _info(model: LoadedModel, snapshot: Snapshot) -> model_pb2.ServerInfo:
         queue_limit=snapshot.queue_limit,
         defaults=convert.from_defaults(model.defaults),
         features=model_pb2.Features(
-            generation=True,
+            generation=not model.engine.is_encoder,
             embedding=model.embedding is not None,
+            reranking=model.embedding is not None and model.embedding.pooling is Pooling.RANK,
             infill=model.facts.has_infill_tokens,
             unified_kv=model.is_unified,
             context_shift=model.has_context_shift,

@@ -253,10 +253,14 @@ def _model_source(parsed: Parsed, cache_dir: Path) -> ModelSource:
 
 
 def _embedding(parsed: Parsed) -> EmbeddingOptions | None:
-    if not parsed["embeds"]:
+    if not _embeds(parsed):
         return None
-    pooling = parsed["pooling"]
+    pooling = "rank" if parsed["reranks"] else parsed["pooling"]
     return EmbeddingOptions(None if pooling is None else Pooling(pooling), parsed["embd_norm"])
+
+
+def _embeds(parsed: Parsed) -> bool:
+    return parsed["embeds"] or parsed["reranks"]
 
 
 def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
@@ -284,7 +288,7 @@ def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         prefill_overlap=parsed["prefill_overlap"],
         device="cpu" if parsed["device"] == "none" else parsed["device"],
         kernels=parsed["kernels"],
-        embeds=parsed["embeds"],
+        embeds=_embeds(parsed),
         slot_similarity=parsed["slot_similarity"],
         context_shift=parsed["context_shift"],
         host_cache_bytes=None if cache_ram_mib == -1 else cache_ram_mib << 20,

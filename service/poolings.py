@@ -11,5 +11,6 @@ POOLINGS = {
     embedding_pb2.POOLING_MEAN: Pooling.MEAN,
     embedding_pb2.POOLING_CLS: Pooling.CLS,
     embedding_pb2.POOLING_LAST: Pooling.LAST,
+    embedding_pb2.POOLING_RANK: Pooling.RANK,
 }
 WIRE_POOLINGS = {pooling: wire for wire, pooling in POOLINGS.items()}

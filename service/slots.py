@@ -11,12 +11,13 @@ from typing import Any, TypeVar, cast
 import grpc
 from kvarts.v1 import error_reason_pb2, slot_pb2, slot_pb2_grpc
 
-from engine.errors import InvalidField, NoSuchSlot
+from engine.errors import InvalidField, NoSuchSlot, NotSupported
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.errors import IdentityPending
 from engine.slots.identity import Identity
 from engine.slots.store import SlotStore, StoredSlot
 from engine.types import Finished, Request, Started
+from engine.validation import ENCODER_SLOTS
 from service import convert, telemetry
 from service.bridge import Bridge
 from service.deadline import CallDeadline
@@ -103,9 +104,8 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         """
         with self._metrics.slot_op("save"):
             model = self._bridge.model
-            limits = limits_of(model)
-            check_save(request, limits)
-            _require_slot(request.slot_id, limits.num_slots)
+            check_save(request, limits_of(model))
+            _require_slot(request.slot_id, model)
             store = _store(model)
             warming = await _warming(request, model, context)
             tenant = telemetry.current().tenant
@@ -136,12 +136,11 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         """
         with self._metrics.slot_op("restore"):
             model = self._bridge.model
-            limits = limits_of(model)
             faults = Faults()
             check_slot_id(faults, request)
             check_filename(faults, "filename", request.filename)
             faults.raise_if_any()
-            _require_slot(request.slot_id, limits.num_slots)
+            _require_slot(request.slot_id, model)
             store = _store(model)
             caller = telemetry.current()
             name, tenant, owns_all = request.filename, caller.tenant, caller.owns_all
@@ -211,7 +210,10 @@ def _owner() -> str | None:
     return None if caller.owns_all else caller.tenant
 
 
-def _require_slot(slot_id: int, num_slots: int) -> None:
+def _require_slot(slot_id: int, model: LoadedModel) -> None:
+    if model.engine.is_encoder:
+        raise NotSupported(ENCODER_SLOTS)
+    num_slots = limits_of(model).num_slots
     if slot_id >= num_slots:
         raise NoSuchSlot(slot_id, num_slots)
 

@@ -240,7 +240,8 @@ class FakeRunner:
     With a `window` a second memory, addressed by the window pages, holds the same tokens; of it only
     what the step's tokens see is read, and the answer depends on it too. `next_token` replaces the
     hash by a choice of one token. `fail_with` makes the next step raise; if that is a PoolLost, all
-    memory is forgotten. `poison` returns NaN for sequences that begin with these tokens.
+    memory is forgotten. `poison` returns NaN for sequences that begin with these tokens. With
+    `max_texts` it is an encoder, whose steps have nothing but whole texts.
     """
 
     num_pages: int
@@ -248,6 +249,7 @@ class FakeRunner:
     vocab_size: int = FakeTokenizer().vocab_size
     max_decodes: int = 64
     max_chunk: int = 512
+    max_texts: int = 0
     compiles: int = 0
     window: int | None = None
     num_window_pages: int = 0
@@ -266,7 +268,7 @@ class FakeRunner:
     fail_prepare_with: Exception | None = None
     fail_allocations_with: list[Exception] = field(default_factory=list[Exception])
 
-    _hidden: FloatArray | None = field(default=None, init=False)
+    _hidden: list[FloatArray] = field(default_factory=list[FloatArray], init=False)
 
     def __post_init__(self) -> None:
         self._forget()
@@ -419,7 +421,9 @@ class FakeRunner:
             self.on_run(batch)
         if self.keep_batches:
             self.batches.append(batch)
-        works = batch.decodes if batch.chunk is None else (*batch.decodes, batch.chunk)
+        if self.max_texts:
+            return self._read_texts(batch)
+        works = batch.works
         self._check(batch, works)
         if self.fail_with is not None:
             self._fail(self.fail_with, works)
@@ -429,19 +433,31 @@ class FakeRunner:
                 self._write(self._window_memory, work.window_pages, work)
             if self.num_states:
                 self._carry_on(work)
-        self._hidden = self._hidden_of(batch.chunk) if batch.wants_hidden else None
+        chunk = batch.chunk if batch.wants_hidden else None
+        self._hidden = [self._hidden_of(chunk)] if chunk else []
         return [self._logits(work) for work in works]
 
-    def hidden_states(self) -> FloatArray:
-        """Of each token: itself, its position, and one; what is in the pages decides the first."""
-        assert self._hidden is not None, "no chunk asked for hidden states"
-        return self._hidden
+    def _read_texts(self, batch: StepBatch) -> list[RowLogits | None]:
+        assert not batch.decodes
+        assert batch.chunk is None
+        assert 1 <= len(batch.texts) <= self.max_texts
+        assert batch.num_tokens <= self.max_chunk
+        assert not any(text.start or text.wants_logits for text in batch.texts)
+        assert all(text.wants_hidden for text in batch.texts)
+        if self.fail_with is not None:
+            self._fail(self.fail_with, batch.texts)
+        self._hidden = [self._hidden_of(text) for text in batch.texts]
+        return [None] * len(batch.texts)
 
-    def _hidden_of(self, chunk: SequenceWork | None) -> FloatArray:
-        assert chunk is not None
-        at = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+    def hidden_states(self, text: int = 0) -> FloatArray:
+        """Of each token: itself, its position, and one; what is in the pages decides the first."""
+        assert self._hidden, "nothing asked for hidden states"
+        return self._hidden[text]
+
+    def _hidden_of(self, work: SequenceWork) -> FloatArray:
+        at = np.arange(work.start, work.start + len(work.tokens))
         ones = np.ones(len(at))
-        return np.stack([np.asarray(chunk.tokens), at, ones], axis=1).astype(np.float32)
+        return np.stack([np.asarray(work.tokens), at, ones], axis=1).astype(np.float32)
 
     def write_adapter(self, place: int, content: AdapterContent) -> None:
         """Takes an adapter into a free place."""

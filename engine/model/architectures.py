@@ -15,12 +15,15 @@ from dataclasses import replace
 from engine.errors import UnsupportedModel
 from engine.gguf.reader import GgufFile
 from engine.model.deepseek import deepseek2
+from engine.model.encoder_architectures import bert, nomic_bert
+from engine.model.encoder_spec import ScoredState
 from engine.model.metadata import ArchitectureKeys
 from engine.model.readers import (
     read_attention,
     read_dense_ffn,
     read_moe_ffn,
     read_rope,
+    read_scoring,
     read_uniform_model,
     read_window,
     refuse_partial_rope,
@@ -100,11 +103,12 @@ def _qwen2(keys: ArchitectureKeys) -> ModelSpec:
 
 
 def _qwen3(keys: ArchitectureKeys) -> ModelSpec:
-    """Dense Qwen 3: queries and keys are normalised per head."""
+    """Dense Qwen 3: queries and keys are normalised per head. Its rerankers have shares as scores."""
     block = BlockSpec(read_attention(keys, QkNorm.HEAD), read_dense_ffn(keys))
     spec = read_uniform_model(keys, block, RopePairing.NEOX)
     refuse_partial_rope(keys, spec)
-    return spec
+    scoring = read_scoring(keys, ScoredState.LAST)
+    return replace(spec, scoring=replace(scoring, is_softmax=True) if scoring else None)
 
 
 def _qwen3moe(keys: ArchitectureKeys) -> ModelSpec:
@@ -231,6 +235,7 @@ def _gemma(keys: ArchitectureKeys, mixer: AttentionSpec, *, logit_soft_cap: floa
 
 
 _BUILDERS: dict[str, Callable[[ArchitectureKeys], ModelSpec]] = {
+    "bert": bert,
     "deepseek2": deepseek2,
     "falcon-h1": falcon_h1,
     "gemma2": _gemma2,
@@ -240,6 +245,7 @@ _BUILDERS: dict[str, Callable[[ArchitectureKeys], ModelSpec]] = {
     "lfm2": lfm2,
     "llama": _llama,
     "mamba2": mamba2,
+    "nomic-bert": nomic_bert,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi3": _phi3,

@@ -13,6 +13,7 @@ from jax import lax
 from engine.kernels import native
 from engine.kernels.lora import AdapterLists, Bank, adapt
 from engine.kernels.qmatmul import MatrixStack, qmatmuls
+from engine.model.rope import angles
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerArrays, Weights
 
@@ -40,18 +41,18 @@ class StepInputs:
     adapters: AdapterLists | None = None
 
 
-@dataclass(frozen=True)
-class Context:
-    """A step in a model. `turns` are cos and sin, f32 [ropes, N, dims // 2].
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """What every block needs of a model: its norms, and products with its weights.
 
-    `banks` are the adapters' of the layer that runs, `layer` its place in them.
+    `banks` are the adapters' of the layer that runs, `layer` its place in them; `adapters` lists
+    those of each of `num_decodes` rows of one token and of the chunk, None in programs without.
     """
 
     spec: ModelSpec
     weights: Weights
-    step: StepInputs
-    num_decodes: int
-    turns: tuple[jax.Array, jax.Array]
+    num_decodes: int = 0
+    adapters: AdapterLists | None = None
     banks: Mapping[str, Bank] = field(default_factory=dict[str, Bank])
     layer: jax.Array | int = 0
 
@@ -65,6 +66,13 @@ class Context:
             return native.norm(x, weight, epsilon)
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         return x * lax.rsqrt(mean_square + epsilon) * weight
+
+    def layer_norm(self, x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        """Layer norm over the last axis.
+
+        Source: Ba et al. 2016: the root-mean-square norm of what is left without the mean.
+        """
+        return self.norm(x - jnp.mean(x, axis=-1, keepdims=True), weight) + bias
 
     def linear(
         self, own: LayerArrays, name: str, x: jax.Array, biases: frozenset[str] = frozenset()
@@ -91,13 +99,35 @@ class Context:
         self, names: Sequence[str], x: jax.Array, products: list[jax.Array]
     ) -> list[jax.Array]:
         """Adds the step's adapters to products of one input with the weights of these names."""
-        if self.step.adapters is None:
+        if self.adapters is None:
             return products
         banks = [self.banks.get(name) for name in names]
-        lists = self.step.adapters
-        return adapt(banks, self.layer, lists, x, products, num_decodes=self.num_decodes)
+        return adapt(banks, self.layer, self.adapters, x, products, num_decodes=self.num_decodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(Products):
+    """A step in a model. `turns` are cos and sin, f32 [ropes, N, dims // 2]."""
+
+    step: StepInputs
+    turns: tuple[jax.Array, jax.Array]
 
 
 def vector(arrays: LayerArrays, name: str) -> jax.Array:
     """A vector of a layer, or of the model."""
     return cast(jax.Array, arrays[name])
+
+
+def turns_of(
+    spec: ModelSpec, weights: Weights, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cos and sin of every rope of the model at positions [N], f32 [ropes, N, dims // 2] each."""
+    if not spec.ropes:
+        nothing = jnp.zeros((0, len(positions), 0), jnp.float32)
+        return nothing, nothing
+    places = jnp.maximum(positions, 0)
+    all_turns = [
+        angles(rope, places, vector(weights.globals, rope.factors) if rope.factors else None)
+        for rope in spec.ropes
+    ]
+    return jnp.stack([cos for cos, _ in all_turns]), jnp.stack([sin for _, sin in all_turns])

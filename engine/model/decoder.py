@@ -20,14 +20,13 @@ from engine.kernels.lora import Bank, adapt_embedding
 from engine.kernels.qmatmul import MatrixStack, gather_rows, qmatmul
 from engine.model.adapter_banks import BankArrays
 from engine.model.attention import KvPool
-from engine.model.context import Context, StepInputs, vector
+from engine.model.context import Context, StepInputs, turns_of, vector
 from engine.model.ffn import dense_ffn
 from engine.model.grouped_query import grouped_query_attention
 from engine.model.latent import latent_attention
 from engine.model.moe import moe_ffn
 from engine.model.place import Place
 from engine.model.recurrent import mix_recurrent
-from engine.model.rope import angles
 from engine.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -85,7 +84,14 @@ def forward(
         f32 logits [R, vocab], the chunk's final hidden states f32 [C, width] (None without), and
         the pools.
     """
-    context = Context(spec, weights, step, num_decodes, _turns(spec, weights, step.positions))
+    context = Context(
+        spec=spec,
+        weights=weights,
+        step=step,
+        num_decodes=num_decodes,
+        adapters=step.adapters,
+        turns=turns_of(spec, weights, step.positions),
+    )
     embedding = cast(MatrixStack, weights.globals["token_embd"])
     x = gather_rows(weights.arena, embedding, step.tokens)
     if banks is not None and step.adapters is not None:
@@ -107,19 +113,6 @@ def forward(
     if has_hidden:
         hidden = context.norm(x[num_decodes:], vector(weights.globals, spec.output_norm))
     return logits, hidden, pool, states
-
-
-def _turns(spec: ModelSpec, weights: Weights, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cos and sin of every rope of the model, f32 [ropes, N, dims // 2] each."""
-    if not spec.ropes:
-        nothing = jnp.zeros((0, len(positions), 0), jnp.float32)
-        return nothing, nothing
-    places = jnp.maximum(positions, 0)
-    all_turns = [
-        angles(rope, places, vector(weights.globals, rope.factors) if rope.factors else None)
-        for rope in spec.ropes
-    ]
-    return jnp.stack([cos for cos, _ in all_turns]), jnp.stack([sin for _, sin in all_turns])
 
 
 def _head(context: Context, x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.model.attention import KvPool, Rows, attend_step
-from engine.model.context import Context, vector
+from engine.model.context import Context, Products, vector
 from engine.model.place import Place
 from engine.model.rope import rotate
 from engine.model.spec import AttentionSpec, QkNorm
@@ -22,7 +22,7 @@ def grouped_query_attention(
     pool: KvPool,
 ) -> tuple[jax.Array, KvPool]:
     """Mixes f32 [N, width]; the pool that is returned holds this step's keys and values."""
-    queries, keys, values, gate = _projections(context, mixer, own, x)
+    queries, keys, values, gate = project(context, mixer, own, x)
     if mixer.has_rope:
         pairing = context.spec.ropes[0].pairing
         cos, sin = context.turns[0][place.rope_id], context.turns[1][place.rope_id]
@@ -55,8 +55,8 @@ def rows_of(context: Context, place: Place) -> Rows:
     )
 
 
-def _projections(
-    context: Context, mixer: AttentionSpec, own: LayerArrays, x: jax.Array
+def project(
+    context: Products, mixer: AttentionSpec, own: LayerArrays, x: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Queries, keys and values before rope, f32 [N, heads, head_dim], and a gate of the result."""
     dim, gate = mixer.head_dim, None

@@ -13,7 +13,7 @@ from engine.errors import ModelFileError, UnsupportedModel
 from engine.gguf.reader import GgufFile
 
 # Read elsewhere, or facts for people: none changes what a decoder computes.
-_NEUTRAL = frozenset({"vocab_size", "context_length", "tensor_data_layout"})
+_NEUTRAL = frozenset({"vocab_size", "context_length", "tensor_data_layout", "pooling_type"})
 
 
 def _known_suffixes() -> frozenset[str]:

@@ -32,7 +32,7 @@ _MOVED_TOKENS = 256  # per call
 def can_move(spec: ModelSpec) -> bool:
     """Returns whether every layer keeps rotated keys of all tokens, whole heads of them."""
     mixers = (layer.block.mixer for layer in spec.layers)
-    if spec.num_window_layers or spec.num_recurrent_layers:
+    if spec.encoder or spec.num_window_layers or spec.num_recurrent_layers:
         return False
     return all(isinstance(mixer, AttentionSpec) for mixer in mixers)
 

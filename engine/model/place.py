@@ -73,7 +73,7 @@ def place_layers(
         if layer.block.recurrent is not None:
             first_state = next_state
             next_state += num_states + 1
-        if layer.block.mixer is None:
+        if layer.block.mixer is None or spec.encoder:
             rows.append((NEITHER, 0, _UNLIMITED, layer.rope_id, first_state))
         elif layer.window is None:
             rows.append((FULL, next_full, _UNLIMITED, layer.rope_id, first_state))

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.errors import UnsupportedModel
+from engine.model.encoder_spec import ScoredState, ScoringSpec
 from engine.model.metadata import ArchitectureKeys
 from engine.model.spec import (
     Activation,
@@ -30,6 +32,8 @@ from engine.model.spec import (
 
 _MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS; a damaged count must not become a tuple
 _MAX_EXPERTS = 1024
+_MAX_SCORES = 65536
+_UNPOOLED, _MEAN_POOLED = 0, 1  # llama.cpp's numbers of poolings
 _MAX_WINDOW = 2**30  # positions and ages are int32 on the device
 # Turns over the original context past which a pair keeps its frequency, and below which it is
 # scaled: llama.cpp's yarn_beta_fast and yarn_beta_slow, which few architectures read from a file.
@@ -42,15 +46,22 @@ def read_num_layers(keys: ArchitectureKeys) -> int:
 
 
 def read_model(
-    keys: ArchitectureKeys, blocks: Sequence[BlockSpec], rope: RopeSpec | None
+    keys: ArchitectureKeys,
+    blocks: Sequence[BlockSpec],
+    rope: RopeSpec | None,
+    *,
+    epsilon: str = "attention.layer_norm_rms_epsilon",
 ) -> ModelSpec:
-    """A model whose layers all see everything and turn with one rope, if any."""
+    """A model whose layers all see everything and turn with one rope, if any.
+
+    `epsilon` is the key of the norms'.
+    """
     return ModelSpec(
         architecture=keys.architecture,
         vocab_size=keys.vocab_size(),
         width=keys.uint("embedding_length"),
         context_train=keys.uint("context_length"),
-        norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.real(epsilon),
         layers=tuple(LayerSpec(block) for block in blocks),
         ropes=(rope,) if rope else (),
         tied_head=not keys.has_tensor("output.weight"),
@@ -90,16 +101,20 @@ def read_attention(
 
 
 def read_dense_ffn(
-    keys: ArchitectureKeys, activation: Activation = Activation.SILU, *, is_fused: bool = False
+    keys: ArchitectureKeys,
+    activation: Activation = Activation.SILU,
+    *,
+    is_fused: bool = False,
+    is_gated: bool = True,
 ) -> DenseFfnSpec:
     """The dense feed-forward; biases where the first layer has them."""
-    inputs = ("ffn_up",) if is_fused else ("ffn_gate", "ffn_up")
-    return DenseFfnSpec(
+    ffn = DenseFfnSpec(
         hidden=keys.uint("feed_forward_length"),
         activation=activation,
-        biases=keys.biases(*inputs, "ffn_down"),
         is_fused=is_fused,
+        is_gated=is_gated,
     )
+    return replace(ffn, biases=keys.biases(*ffn.inputs, "ffn_down"))
 
 
 def read_moe_ffn(
@@ -188,6 +203,28 @@ def refuse_partial_rope(keys: ArchitectureKeys, spec: ModelSpec) -> None:
     dims, head_dim = spec.ropes[0].dims, spec.kv.key_dim
     if dims != head_dim:
         raise keys.error("rope.dimension_count", dims, f"the head's {head_dim}")
+
+
+def read_scoring(keys: ArchitectureKeys, state: ScoredState) -> ScoringSpec | None:
+    """The head that scores a text; None where the file has none.
+
+    `state` is what it scores unless the file says that it is the mean.
+    """
+    tensors = keys.file.tensors
+    keys.ignore("classifier.output_labels")  # names for people; the matrix says how many there are
+    pooling = keys.uint("classifier.pooling_type", _UNPOOLED, least=0)
+    has_dense, output = keys.has_tensor("cls.weight"), tensors.get("cls.output.weight")
+    if not has_dense and output is None:
+        return None
+    if output is not None and (len(output.shape) != 2 or output.shape[0] > _MAX_SCORES):
+        shape = tuple(output.shape)
+        raise UnsupportedModel(keys.file.name, f"tensor cls.output.weight has shape {shape}")
+    return ScoringSpec(
+        state=ScoredState.MEAN if pooling == _MEAN_POOLED else state,
+        has_dense=has_dense,
+        num_outputs=0 if output is None else output.shape[0],
+        biases=frozenset(name for name in ("cls", "cls.output") if f"{name}.bias" in tensors),
+    )
 
 
 def read_window(keys: ArchitectureKeys, default: int | None, *, least: int = 0) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from engine.model.cycles import Cycle, find_cycles
+from engine.model.encoder_spec import EncoderSpec, ScoringSpec
 from engine.model.recurrent_spec import RecurrentSpec, StateShape
 
 
@@ -165,7 +166,7 @@ class Activation(Enum):
 
 @dataclass(frozen=True)
 class DenseFfnSpec:
-    """`down(activation(gate(x)) * up(x))`.
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` unless `is_gated`.
 
     `is_fused`: `ffn_up` holds the rows of the gate, then those of up.
 
@@ -176,6 +177,12 @@ class DenseFfnSpec:
     activation: Activation
     biases: frozenset[str] = frozenset()
     is_fused: bool = False
+    is_gated: bool = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The matrices that are multiplied by the block's input."""
+        return ("ffn_up",) if self.is_fused or not self.is_gated else ("ffn_gate", "ffn_up")
 
 
 class Gating(Enum):
@@ -239,6 +246,9 @@ Ffn = DenseFfnSpec | MoeFfnSpec
 class BlockSpec:
     """`x += post(mixer(pre(x)))`, then the same with the feed-forward; the norms are RMS norms.
 
+    `has_sum_norms`, of encoders: in place of those, `x = norm(x + mixer(x))` and the same with the
+    feed-forward, and the norms are layer norms.
+
     The mixer is attention, a recurrence or, side by side and added, both. `residual_scale`
     multiplies what is added to x; `ffn_norm` is what the file calls the norm before the
     feed-forward.
@@ -248,6 +258,7 @@ class BlockSpec:
     ffn: Ffn | None
     has_pre_norms: bool = True
     has_post_norms: bool = False
+    has_sum_norms: bool = False
     ffn_norm: str = "ffn_norm.weight"
     recurrent: RecurrentSpec | None = None
     residual_scale: float = 1.0
@@ -267,12 +278,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model.
+    """A whole model: a decoder or, with `encoder`, one that only reads.
 
     `ropes` agree in pairing and dims. `tied_head`: the output projection is the embedding.
     `logit_scale` multiplies logits, then `logit_soft_cap` c > 0 bounds them as
     `c * tanh(logit / c)`. `num_unused_layers` blocks follow the others in the file and predict
-    tokens further ahead: they are not run.
+    tokens further ahead: they are not run. `scoring` is a head of its own beside the others. What an
+    encoder has of a text is gone after the step that read it, so it keeps nothing in any pool.
     """
 
     architecture: str
@@ -289,6 +301,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     output_norm: str = "output_norm.weight"
     num_unused_layers: int = 0
+    encoder: EncoderSpec | None = None
+    scoring: ScoringSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -298,7 +312,7 @@ class ModelSpec:
     @property
     def num_full_layers(self) -> int:
         """Number of layers that attend to everything; their keys and values live in the kv pool."""
-        return sum(layer.block.mixer is not None and layer.window is None for layer in self.layers)
+        return sum(mixer is not None and window is None for mixer, window in self._keepers())
 
     @property
     def num_window_layers(self) -> int:
@@ -313,13 +327,18 @@ class ModelSpec:
     @property
     def has_attention(self) -> bool:
         """Whether any layer keeps keys and values."""
-        return any(layer.block.mixer is not None for layer in self.layers)
+        return any(mixer is not None for mixer, _ in self._keepers())
 
     @property
     def kv(self) -> KvHeads:
         """What a token keeps per attention layer, the same in all of them; nothing without any."""
-        mixers = (layer.block.mixer for layer in self.layers)
-        return next((mixer.kv for mixer in mixers if mixer is not None), KvHeads(0, 0, 0))
+        kept = (mixer.kv for mixer, _ in self._keepers() if mixer is not None)
+        return next(kept, KvHeads(0, 0, 0))
+
+    def _keepers(self) -> list[tuple[Mixer | None, int | None]]:
+        """Mixer and window of each layer that may keep keys and values; no layer of an encoder."""
+        layers = () if self.encoder else self.layers
+        return [(layer.block.mixer, layer.window) for layer in layers]
 
     @property
     def state(self) -> StateShape | None:

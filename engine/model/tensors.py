@@ -24,6 +24,10 @@ from engine.model.spec import (
 
 Shape = tuple[int, ...]
 
+SUM_NORMS = ("attn_output_norm", "layer_output_norm")
+"""The layer norms of an encoder's block: after its attention and after its feed-forward."""
+INPUT_NORM = "token_embd_norm"
+
 
 def block_matrices(block: BlockSpec, width: int) -> dict[str, Shape]:
     """The matrices of a block and its stacks of matrices."""
@@ -52,6 +56,8 @@ def block_vectors(block: BlockSpec, width: int) -> dict[str, int]:
         found |= _ffn_vectors(block.ffn, width)
         norms += [block.ffn_norm] if block.has_pre_norms else []
         norms += ["post_ffw_norm.weight"] if block.has_post_norms else []
+    if block.has_sum_norms:
+        norms += [f"{name}.{part}" for name in SUM_NORMS for part in ("weight", "bias")]
     return found | dict.fromkeys(norms, width)
 
 
@@ -107,10 +113,8 @@ def _ffn_matrices(ffn: Ffn, width: int) -> dict[str, Shape]:
 
 def _dense_matrices(ffn: DenseFfnSpec, width: int, suffix: str = "") -> dict[str, Shape]:
     down = {f"ffn_down{suffix}": (width, ffn.hidden)}
-    if ffn.is_fused:
-        return {f"ffn_up{suffix}": (2 * ffn.hidden, width)} | down
-    inputs = {f"ffn_gate{suffix}": (ffn.hidden, width), f"ffn_up{suffix}": (ffn.hidden, width)}
-    return inputs | down
+    rows = 2 * ffn.hidden if ffn.is_fused else ffn.hidden
+    return {f"{name}{suffix}": (rows, width) for name in ffn.inputs} | down
 
 
 def _moe_matrices(ffn: MoeFfnSpec, width: int) -> dict[str, Shape]:
@@ -166,18 +170,37 @@ def _ffn_vectors(ffn: Ffn, width: int) -> dict[str, int]:
 def global_matrices(spec: ModelSpec) -> dict[str, Shape]:
     """The matrices outside the layers."""
     names = ["token_embd"] if spec.tied_head else ["token_embd", "output"]
-    return dict.fromkeys(names, (spec.vocab_size, spec.width))
+    found: dict[str, Shape] = dict.fromkeys(names, (spec.vocab_size, spec.width))
+    if spec.encoder and spec.encoder.num_token_types:
+        found["token_types"] = (spec.encoder.num_token_types, spec.width)
+    if spec.encoder and spec.encoder.has_positions:
+        found["position_embd"] = (spec.context_train, spec.width)
+    return found
 
 
 def global_vectors(spec: ModelSpec) -> dict[str, int]:
     """The vectors outside the layers: file name to length."""
-    found = {spec.output_norm: spec.width}
+    norms = [f"{INPUT_NORM}.weight", f"{INPUT_NORM}.bias"] if spec.encoder else [spec.output_norm]
+    found = dict.fromkeys(norms, spec.width)
     if spec.has_head_bias:
         found["output.bias"] = spec.vocab_size
     for rope in spec.ropes:
         for name in filter(None, (rope.factors, rope.long_factors)):
             found[name] = rope.dims // 2
     return found
+
+
+def scoring_arrays(spec: ModelSpec) -> dict[str, Shape]:
+    """What the head that scores a text holds, by its full name."""
+    head = spec.scoring
+    if head is None:
+        return {}
+    found: dict[str, Shape] = {}
+    if head.has_dense:
+        found["cls.weight"] = (spec.width, spec.width)
+    if head.num_outputs:
+        found["cls.output.weight"] = (head.num_outputs, spec.width)
+    return found | {f"{name}.bias": found[f"{name}.weight"][:1] for name in head.biases}
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -187,6 +210,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes[f"{name}.weight"] = shape
     for name, length in global_vectors(spec).items():
         shapes[name] = (length,)
+    shapes |= scoring_arrays(spec)
     for i, layer in enumerate(spec.layers):
         for name, shape in block_matrices(layer.block, spec.width).items():
             shapes[f"blk.{i}.{name}.weight"] = shape
@@ -198,7 +222,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def array_names(spec: ModelSpec) -> set[str]:
-    """The full names of all that no product takes."""
+    """The full names of all that no product takes, but for those of `scoring_arrays`."""
     names = set(global_vectors(spec))
     for i, layer in enumerate(spec.layers):
         names |= {f"blk.{i}.{name}" for name in block_arrays(layer.block, spec.width)}

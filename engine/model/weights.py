@@ -27,6 +27,7 @@ from engine.model.tensors import (
     expected_shapes,
     global_matrices,
     global_vectors,
+    scoring_arrays,
 )
 
 EXPERT_LAYER = "expert_layer"
@@ -82,7 +83,8 @@ def load_weights(
     """
     check_tensors(spec, file)
     small = array_names(spec)
-    matrices = [name for name in expected_shapes(spec) if name not in small]
+    others = small | scoring_arrays(spec).keys()  # a head that scores texts is read by itself
+    matrices = [name for name in expected_shapes(spec) if name not in others]
     experts = None
     if expert_slots is not None:
         experts = open_experts(spec, file, expert_slots, is_native=is_native, overlaps=overlaps)

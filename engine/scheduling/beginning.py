@@ -42,5 +42,5 @@ def begin_row(
         save=arrival.save,
         # The last token of a generation is never evaluated.
         max_held=context_tokens - (0 if request.pooling else 1),
-        pooling=StatePooling(request.pooling) if request.pooling else None,
+        pooling=StatePooling(request.pooling, parts.head) if request.pooling else None,
     )

@@ -11,6 +11,7 @@ from engine.errors import EngineError
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.prefix_index import PrefixRoot
+from engine.model.scoring import ScoringHead
 from engine.scheduling.transfers import TransferParts
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.manifest import AdapterMark
@@ -31,6 +32,7 @@ class SchedulerParts:
     `clock` is monotonic, in seconds. `draw_seed` makes the seed of a request that names none, in
     0 .. 2^32 - 1; `new_error_id` names a fault, so that a client's report finds the log line.
     `start_file_work` runs something on another thread, which asks for work here through `calls`.
+    `head` scores texts, where the model has one.
     """
 
     runner: Runner
@@ -46,6 +48,7 @@ class SchedulerParts:
     calls: EngineCalls
     start_file_work: Callable[[Callable[[], None]], None]
     shifts: bool = False
+    head: ScoringHead | None = None
     failpoints: Failpoints = field(default_factory=Failpoints)
 
     def seed_of(self, request: Request) -> int:

@@ -20,21 +20,24 @@ class StepPlan:
     chunk: Row | None
     chunk_tokens: int
     passed: Row | None = None
+    texts: tuple[Row, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All rows; the chunk's is the last."""
-        return self.decodes if self.chunk is None else (*self.decodes, self.chunk)
+        """All rows; the chunk's is the last, or there are only an encoder's `texts`."""
+        chunk = () if self.chunk is None else (self.chunk,)
+        return (*self.decodes, *chunk, *self.texts)
 
     def length(self, row: Row) -> int:
         """Returns how many tokens of one of its rows the step evaluates."""
-        return row.next_length(self.chunk_tokens if row is self.chunk else 1)
+        return row.next_length(1 if row in self.decodes else self.chunk_tokens)
 
     def batch(self) -> StepBatch:
         """Returns what the runner is to evaluate."""
         return StepBatch(
             decodes=tuple(row.work(1) for row in self.decodes),
             chunk=self.chunk.work(self.chunk_tokens) if self.chunk else None,
+            texts=tuple(row.work(self.chunk_tokens) for row in self.texts),
         )
 
 
@@ -55,6 +58,21 @@ def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> St
     chunk = _next_prompt(prompts, chunk_tokens)
     passed = prompts[0] if chunk is not None and chunk is not prompts[0] else None
     return StepPlan(decodes, chunk, chunk_tokens, passed)
+
+
+def plan_texts(rows: Sequence[Row], *, max_texts: int, max_tokens: int) -> StepPlan | None:
+    """Returns an encoder's next step, or None if nothing runs.
+
+    It takes whole texts in order of arrival, as many as fit; one that does not fit beside those
+    before it is the first of the next step.
+    """
+    texts: list[Row] = []
+    num_tokens = 0
+    for row in sorted(rows, key=lambda row: row.task_id):
+        if len(texts) < max_texts and num_tokens + row.num_pending <= max_tokens:
+            texts.append(row)
+            num_tokens += row.num_pending
+    return StepPlan((), None, max_tokens, texts=tuple(texts)) if texts else None
 
 
 def _next_prompt(prompts: Sequence[Row], chunk_tokens: int) -> Row | None:

@@ -132,7 +132,7 @@ class Row:
     def start_again(self) -> None:
         """Forgets what it had gathered of its prompt, which will be evaluated anew."""
         if self.pooling is not None:
-            self.pooling = StatePooling(self.pooling.pooling)
+            self.pooling = self.pooling.again()
 
     def next_length(self, max_tokens: int) -> int:
         """Returns how many tokens the next step takes, all under the same adapters."""

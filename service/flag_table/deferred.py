@@ -10,8 +10,6 @@ from typing import Any
 from service.flag_values import SWITCH, TEXT, Kind, integer
 from service.flags import Flag, Verdict
 
-_RERANKING = "reranking"
-
 
 def _later(
     feature: str,
@@ -38,13 +36,6 @@ DEFERRED = (
         "a context limit per slot",
         "--kv-unified-per-slot",
         variable="LLAMA_ARG_KV_UNIFIED_PER_SLOT",
-    ),
-    _later(
-        _RERANKING,
-        "--rerank",
-        "--reranking",
-        kind=SWITCH,
-        variable="LLAMA_ARG_RERANKING",
     ),
     _later("sleeping when idle", "--sleep-idle-seconds", kind=integer(-1), neutral=(-1,)),
 )

@@ -181,13 +181,14 @@ async def serving(
     window: int | None = None,
     model: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] | None = None,
+    parts: Mapping[str, Any] | None = None,
     stall_limit_s: float = 30.0,
     stop_s: float = 5.0,
     num_adapters: int = 0,
     channel_options: Sequence[tuple[str, int]] = (),
     **changes: Any,
 ) -> AsyncGenerator[Serving]:
-    """Starts a server, loads the fake model, and stops both."""
+    """Starts a server, loads the fake model, and stops both; `parts` are the engine's."""
     told = options(engine=config, **changes)
     server = Server(told, stall_limit_s=stall_limit_s)
     await server.start()
@@ -204,6 +205,7 @@ async def serving(
             clock=clock,
             window=window,
             num_adapters=num_adapters,
+            **(parts or {}),
         )
         engines.append(engine)
         store = None if root is None else fake_store(root, device, plan, **(identity or {}))

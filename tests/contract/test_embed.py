@@ -91,9 +91,9 @@ REFUSED: list[tuple[EmbedRequest, Code, str, str]] = [
     ),
     (
         EmbedRequest(inputs=[EmbedInput(pair=embedding_pb2.RankPair(query="a", document="b"))]),
-        Code.UNIMPLEMENTED,
-        "NOT_SUPPORTED",
-        "pairs",
+        Code.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+        "inputs[0]: a pair, which needs RANK pooling",
     ),
     (
         EmbedRequest(inputs=[ids(*[1] * 66_000)] * 2, pooling=embedding_pb2.POOLING_NONE),

@@ -11,6 +11,7 @@ import numpy as np
 from engine.failpoints import Failpoints
 from engine.memory.planner import plan_memory
 from engine.memory.split import MemoryLimits, PoolSizes
+from engine.model.scoring import ScoringHead
 from engine.rebuild import RebuildReport, RebuildWish
 from engine.types import (
     Cancelled,
@@ -103,6 +104,8 @@ class Drive:
         context_shift: bool = False,
         embeds: bool = False,
         limit_bytes: int = 1 << 40,
+        max_texts: int = 0,
+        head: ScoringHead | None = None,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -124,6 +127,7 @@ class Drive:
         self.runner = fitting_runner(self.plan)
         self.runner.max_decodes = max_decodes
         self.runner.max_chunk = max_chunk
+        self.runner.max_texts = max_texts
         self.runner.next_token = next_token
         self.runner.keep_batches = True
         self.events: list[tuple[str, Event]] = []
@@ -141,6 +145,7 @@ class Drive:
             is_recurrent=is_recurrent,
             start_compiling=self.side.append,
             memory=MemoryLimits("fake", fixed_bytes=1000, limit_bytes=limit_bytes),
+            head=head,
         )
 
     def on_the_side(self) -> Drive:

@@ -7,23 +7,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.model.encoder_spec import ScoredState, ScoringSpec
+from engine.model.scoring import ScoringHead
 from engine.pooling import StatePooling, normalised
 from engine.step import FloatArray
 from engine.types import Pooling
 
 STATES = np.random.default_rng(1).standard_normal((12, 5)).astype(np.float32)
+HEAD = ScoringHead(
+    ScoringSpec(ScoredState.LAST, has_dense=False, num_outputs=2, is_softmax=True),
+    {"cls.output.weight": np.random.default_rng(2).standard_normal((2, 5)).astype(np.float32)},
+)
+LOGITS = HEAD.arrays["cls.output.weight"].astype(np.float64) @ STATES[-1]
 EXPECTED: dict[Pooling, FloatArray] = {
     Pooling.NONE: STATES,
     Pooling.MEAN: STATES.astype(np.float64).mean(0)[None].astype(np.float32),
     Pooling.CLS: STATES[:1],
     Pooling.LAST: STATES[-1:],
+    Pooling.RANK: (np.exp(LOGITS) / np.exp(LOGITS).sum())[None].astype(np.float32),
 }
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
 @given(cuts=st.sets(st.integers(1, 11)))
 def test_chunks_do_not_show(pooling: Pooling, cuts: set[int]) -> None:
-    pooled = StatePooling(pooling)
+    pooled = StatePooling(pooling, HEAD)
+    pooled.add(STATES[3:5])
+    pooled = pooled.again()
     for part in np.split(STATES, sorted(cuts)):
         pooled.add(part)
     assert np.allclose(pooled.result(), EXPECTED[pooling], atol=1e-6)

@@ -84,6 +84,17 @@ def test_every_reason_of_a_call_has_a_row():
     assert names - start_up - with_numbers == {reason for _, reason, _, _ in ROWS}
 
 
+def test_a_text_of_an_encoder_is_the_peers_fault():
+    error = refused(_C.UNIMPLEMENTED, "NOT_SUPPORTED", feature="text generation")
+    body = from_rpc(error).body
+    assert body.to_json() == {
+        "code": 500,
+        "message": "the current context does not support logits computation. skipping",
+        "type": "server_error",
+    }
+    assert body.headers["x-kvarts-reason"] == "NOT_SUPPORTED"
+
+
 def test_a_dead_end_tells_the_piece_and_its_token():
     error = refused(_C.INTERNAL, "GRAMMAR_DEAD_END", piece=" there", tokenId="383")
     assert from_rpc(error).body.to_json() == {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.plan import StepPlan, plan_step
+from engine.scheduling.plan import StepPlan, plan_step, plan_texts
 from engine.scheduling.row import Row
 from tests.unit.engine.scheduling.rows import make_row
 
@@ -90,3 +90,17 @@ def test_a_resumed_row_prefills_its_prompt_and_its_own_tokens() -> None:
     row.home.tokens += [10, 11]
     assert plan([row], chunk_tokens=2).batch().chunk is not None
     assert row.work(2).tokens == [12, 7]
+
+
+def test_an_encoders_step_takes_whole_texts_while_they_fit() -> None:
+    rows = [prefilling(i, prompt_tokens=length) for i, length in enumerate((5, 9, 3, 2, 1))]
+    step = plan_texts(rows[::-1], max_texts=3, max_tokens=12)
+    assert step is not None
+    # The second does not fit beside the first; it is the first of the next step.
+    assert [row.task_id for row in step.rows] == [0, 2, 3]
+    assert [len(text.tokens) for text in step.batch().texts] == [5, 3, 2]
+    assert [step.length(row) for row in step.rows] == [5, 3, 2]
+    following = plan_texts([rows[1], rows[4]], max_texts=3, max_tokens=12)
+    assert following is not None
+    assert following.rows == (rows[1], rows[4])
+    assert plan_texts([], max_texts=3, max_tokens=12) is None
