@@ -26,6 +26,7 @@ from gateway.exposure import exposure_warning
 from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
 from gateway.protocol import BoundedHttpProtocol
 from gateway.service import connect
+from gateway.tracing import PASSED_ON, Spans
 
 OPTIONS_STDIN = "--options-stdin"
 _LOG = logging.getLogger("gateway")
@@ -91,7 +92,8 @@ async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
     sockets = listeners.bind_all(options)
     socket_files = listeners.socket_files(sockets)
     service = connect(options)
-    server = _Server(_config(options, make_app(options, service)))
+    spans = _spans(options)
+    server = _Server(_config(options, make_app(options, service, spans)))
     if is_child:
         _watch_stdin(server)
     for address in listeners.addresses(sockets, is_tls=options.ssl_cert_file is not None):
@@ -101,6 +103,16 @@ async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
     finally:
         listeners.unlink_all(socket_files)
         await service.channel.close()
+        await asyncio.to_thread(spans.close)
+
+
+def _spans(options: GatewayOptions) -> Spans:
+    if options.otlp_endpoint is None:
+        return PASSED_ON
+    # Of the extra `otel`, which whoever made the options has made sure of.
+    from gateway.otel import otlp_spans
+
+    return otlp_spans(options.otlp_endpoint)
 
 
 def _watch_stdin(server: _Server) -> None:

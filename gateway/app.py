@@ -27,17 +27,18 @@ from gateway.options import GatewayOptions
 from gateway.page import page_routes
 from gateway.peer_json import UnreadableJson
 from gateway.readiness import Readiness
-from gateway.replies import ROUTE, CountedReplies, Replies
+from gateway.replies import ROUTE, Replies, WatchedReplies
 from gateway.routes import route_table
 from gateway.service import Service, credentials
 from gateway.sse import EventStream
+from gateway.tracing import PASSED_ON, Spans, trace_of
 
 # Nobody reads it: the connection is closed.
 _CLIENT_GONE_STATUS = 499
 
 
-def make_app(options: GatewayOptions, service: Service) -> ASGIApp:
-    """Builds the application over an open connection, which its caller closes."""
+def make_app(options: GatewayOptions, service: Service, spans: Spans = PASSED_ON) -> ASGIApp:
+    """Builds the application over an open connection, which its caller closes, as it does `spans`."""
     readiness = Readiness(service, options)
     replies = Replies()
 
@@ -69,7 +70,7 @@ def make_app(options: GatewayOptions, service: Service) -> ASGIApp:
     app.router.redirect_slashes = False
     pages = frozenset({"/", "/index.html"}) if options.has_ui else frozenset({"/"})
     gates = Gates(app, options, lambda: readiness.facts is not None, pages)
-    return CountedReplies(gates, replies)
+    return WatchedReplies(gates, replies, spans)
 
 
 def _endpoint(
@@ -86,10 +87,11 @@ def _endpoint(
         if facts is None:
             raise ApiError(ErrorKind.UNAVAILABLE, "Loading model")
         key = credentials(presented_key(request.headers))
+        metadata = (*key, *trace_of(request.scope))
         exchange = Exchange(
             request=request,
             connection=Connection(request, options.timeout_s),
-            backend=Backend(service, facts, key),
+            backend=Backend(service, facts, metadata),
             options=options,
             replies=replies,
         )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -106,6 +108,20 @@ def service_key(text: str) -> str:
     if not text:
         raise ValueError("holds no key")
     return header(text)
+
+
+def collector(text: str) -> str:
+    """The address of an OpenTelemetry collector, where its extra is installed."""
+    try:
+        parts = urlsplit(text)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
+    if find_spec("opentelemetry") is None:
+        raise ValueError("needs the extra otel: pip install 'kvarts[otel]'")
+    return text
 
 
 def header(text: str) -> str:

@@ -154,6 +154,12 @@ FLAGS: tuple[Flag, ...] = (
         read.json_object,
     ),
     Flag(("-v", "--verbose"), "is_verbose", "answers carry __verbose"),
+    Flag(
+        ("--otlp-endpoint",),
+        "otlp_endpoint",
+        "OpenTelemetry collector, over OTLP/gRPC (extra: otel)",
+        read.collector,
+    ),
     Flag(("--log-format",), "log_format", "text or json", read.choice("text", "json")),
     Flag(
         ("--log-level",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from datetime import UTC, datetime
 
 _TEXT = "%(asctime)s %(levelname).1s %(message)s"
 _LEVELS = {
@@ -24,7 +25,7 @@ _QUIET = ("uvicorn", "uvicorn.error", "asyncio", "grpc")
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "ts": self.formatTime(record),
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

@@ -51,6 +51,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         prefill_assistant: a last message of the assistant is continued instead of closed.
         chat_template_kwargs: default extra variables of the chat template.
         is_verbose: answers carry `__verbose` unless a request says otherwise.
+        otlp_endpoint: where spans of requests are sent, `http(s)://HOST:PORT`; None makes none.
         log_format: `text` or `json`.
         log_level: `debug`, `info`, `warning`, `error` or `off`.
     """
@@ -87,6 +88,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prefill_assistant: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     is_verbose: bool = False
+    otlp_endpoint: str | None = None
     log_format: str = "text"
     log_level: str = "info"
 

@@ -1,4 +1,4 @@
-"""What HTTP clients were answered: counts by route and status, for the metrics.
+"""What HTTP clients were answered: counts by route and status, and a span of each request.
 
 A route is counted by its pattern, as the table names it, so that no client can make a label.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.tracing import TRACE, Spans
 
 # Where an endpoint leaves the pattern of its path in the scope.
 ROUTE = "kvarts.route"
@@ -33,12 +36,13 @@ class Replies:
         return sorted(self._counts.items())
 
 
-class CountedReplies:
-    """The outermost application: counts each request when it has ended."""
+class WatchedReplies:
+    """The outermost application: counts and traces each request when it has ended."""
 
-    def __init__(self, app: ASGIApp, replies: Replies) -> None:
+    def __init__(self, app: ASGIApp, replies: Replies, spans: Spans) -> None:
         self._app = app
         self._replies = replies
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hands the request on and takes note of the status that was sent."""
@@ -46,6 +50,8 @@ class CountedReplies:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_GONE
+        span = self._spans.begin(scope["method"], Headers(scope=scope))
+        scope[TRACE] = span.metadata
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -56,4 +62,6 @@ class CountedReplies:
         try:
             await self._app(scope, receive, noting)
         finally:
-            self._replies.add(scope.get(ROUTE, _NO_ROUTE), status)
+            route = scope.get(ROUTE, _NO_ROUTE)
+            self._replies.add(route, status)
+            span.end(route, status)

@@ -68,6 +68,8 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         check_embed(request, limits_of(model))
         plan = await _plan(request, model)
         record = telemetry.current()
+        record.trace.operation, record.trace.model = "embeddings", model.names.model_id
+        record.trace.mark("queue")
         requests = [
             Request(
                 request_id=f"{record.request_id}-{index}" if index else record.request_id,
@@ -87,6 +89,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
             async for sample, event in events:
                 if isinstance(event, Started):
+                    record.trace.mark("prefill")
                     record.slot_id = event.slot_id
                 if isinstance(event, Embedded):
                     found[sample] = event

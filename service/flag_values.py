@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from engine.types import Sampler
 
@@ -84,6 +85,22 @@ def path(metavar: str = "FILE") -> Kind:
         return text
 
     return Kind(metavar, parse)
+
+
+def web_address() -> Kind:
+    """`http://HOST:PORT` or `https://HOST:PORT`."""
+
+    def parse(text: str) -> str:
+        try:
+            parts = urlsplit(text)
+            is_one = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
+        except ValueError:
+            is_one = False
+        if not is_one:
+            raise BadValue("must be http://HOST:PORT or https://HOST:PORT")
+        return text
+
+    return Kind("URL", parse)
 
 
 def integer(low: int, high: int = INT32_MAX, *, but_not: int | None = None) -> Kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
@@ -12,7 +12,7 @@ from typing import cast
 import grpc
 from kvarts.v1 import generation_pb2, generation_pb2_grpc
 
-from engine.types import Chunk, Event, Finished, Progress, Started
+from engine.types import Chunk, Event, Finished, FinishReason, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
 from service.chat_output import ChatOutput, ChatReader, plan_output
@@ -25,6 +25,21 @@ from service.validate import check_generate, limits_of
 
 GenerateRequest = generation_pb2.GenerateRequest
 GenerateResponse = generation_pb2.GenerateResponse
+
+# Called the same in OpenTelemetry's conventions.
+_TRACED_SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+)
+# OpenTelemetry's words where it has one.
+_FINISH_REASONS = {reason: reason.value for reason in FinishReason} | {
+    FinishReason.EOS: "stop",
+    FinishReason.CONTEXT_FULL: "length",
+}
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -55,6 +70,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline_s = _deadline(context, model.engine.now_s())
         check_generate(request, limits_of(model))
         record = telemetry.current()
+        record.trace.operation = "chat" if request.HasField("chat") else "text_completion"
+        record.trace.model = model.names.model_id
+        record.trace.settings = _settings(request)
         prompt = await read_prompt(request, model)
         constraint = await read_constraint(request, model, prompt.chat)
         output: ChatOutput | None = None
@@ -134,6 +152,7 @@ class _Observer:
         self._metrics = metrics
         self._clock = clock
         self._begun_s = clock()
+        record.trace.mark("queue")
         self._last_token_s: list[float | None] = [None] * num_samples
         self._num_left = num_samples
 
@@ -142,15 +161,18 @@ class _Observer:
         record = self._record
         match event:
             case Started():
+                record.trace.mark("prefill")
                 record.slot_id = event.slot_id
                 record.adapters = len(event.adapters)
                 record.prompt_tokens = event.prompt_tokens
                 record.cached_tokens = event.cached_tokens
             case Chunk():
+                record.trace.mark("decode")
                 record.output_tokens = (record.output_tokens or 0) + 1
                 self._see_token(sample, event.decode_s)
             case Finished():
                 record.queue_s = round(event.queue_s, 6)
+                record.trace.finish_reasons.append(_FINISH_REASONS[event.reason])
                 self._metrics.observe_queue(event.queue_s)
                 self._num_left -= 1
             case _:
@@ -168,6 +190,17 @@ class _Observer:
         self._metrics.observe_first_token(waited_s)
         if self._record.ttft_s is None:
             self._record.ttft_s = round(waited_s, 6)
+
+
+def _settings(request: GenerateRequest) -> Mapping[str, int | float]:
+    """What a request says of its sampling, under the names of OpenTelemetry's conventions."""
+    sampling = request.sampling
+    found: dict[str, int | float] = {
+        name: getattr(sampling, name) for name in _TRACED_SETTINGS if sampling.HasField(name)
+    }
+    if request.HasField("max_tokens"):
+        found["max_tokens"] = request.max_tokens
+    return found
 
 
 def _deadline(

@@ -58,17 +58,24 @@ ADMIN_METHODS = frozenset(
         "/kvarts.v1.RebuildService/Rebuild",
     }
 )
+_TRACE_HEADERS = ("traceparent", "tracestate")
 
 _LOG = logging.getLogger("kvarts.service")
 _REQUESTS = logging.getLogger("kvarts.requests")
 
 
 class Telemetry(grpc.aio.ServerInterceptor):
-    """Names every call, then counts and logs how it ended (without its content)."""
+    """Names every call, then counts, traces and logs how it ended (without its content)."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        spans: telemetry.Spans | None = None,
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._spans = spans
 
     # The stub's signature demands that a handler comes back as it went in, message types and all.
     async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -76,10 +83,13 @@ class Telemetry(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Wraps the handler of one call; an unknown method has none and stays grpc's to refuse."""
         started_s = self._clock()
+        headers = _headers(handler_call_details)
+        parent = {key: headers[key] for key in _TRACE_HEADERS if key in headers}
         record = telemetry.RpcRecord(
             rpc=_short_name(handler_call_details.method),
             request_id=telemetry.mint_request_id(),
-            trace_id=telemetry.trace_id(_headers(handler_call_details).get("traceparent")),
+            trace_id=telemetry.trace_id(parent.get("traceparent")),
+            trace=telemetry.CallTrace(handler_call_details.method, parent),
         )
         telemetry.begin(record)
         handler = await continuation(handler_call_details)
@@ -104,6 +114,8 @@ class Telemetry(grpc.aio.ServerInterceptor):
         assert record.code is not None
         record.duration_s = round(self._clock() - started_s, 6)
         self._metrics.observe_rpc(record.rpc, record.code, record.duration_s)
+        if self._spans is not None:
+            self._spans.record(record)
         _REQUESTS.info("call", extra={"fields": record.fields()})
 
 

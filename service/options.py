@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,6 +86,7 @@ class ServiceOptions:
         private_socket: Unix socket that the own gateway uses, beside the public door.
         metrics_port: port of Prometheus metrics on `grpc_host`, 0 for a free one; None serves none.
         has_vllm_metrics: what routers read of a vLLM server is served under its names too.
+        otlp_endpoint: where spans of calls are sent, `http(s)://HOST:PORT`; None makes none.
         api_keys: any of them opens the service; empty leaves it open.
         admin_key: alone opens what changes slots, adapters and pools, if set.
         tls: certificate of the public door; None is plain text.
@@ -112,6 +114,7 @@ class ServiceOptions:
     private_socket: str | None = None
     metrics_port: int | None = None
     has_vllm_metrics: bool = False
+    otlp_endpoint: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
@@ -147,6 +150,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         grpc_port=parsed["grpc_port"],
         metrics_port=parsed["metrics_port"],
         has_vllm_metrics=parsed["has_vllm_metrics"],
+        otlp_endpoint=_otlp_endpoint(parsed),
         api_keys=_api_keys(parsed),
         admin_key=parsed["admin_key"],
         tls=_tls(parsed),
@@ -208,6 +212,7 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
         "prefill_assistant": parsed["prefill_assistant"],
         "chat_template_kwargs": _template_kwargs(parsed),
         "is_verbose": _is_verbose(parsed),
+        "otlp_endpoint": _otlp_endpoint(parsed),
         "log_format": _log_format(parsed),
         "log_level": _log_level(parsed),
     }
@@ -406,6 +411,13 @@ def _tls(parsed: Parsed) -> TlsFiles | None:
     if ca:
         _read_text(ca, "--ssl-client-ca-file")
     return TlsFiles(cert, key, ca)
+
+
+def _otlp_endpoint(parsed: Parsed) -> str | None:
+    endpoint = parsed["otlp_endpoint"]
+    if endpoint is not None and find_spec("opentelemetry") is None:
+        raise FlagError("--otlp-endpoint: needs the extra otel: pip install 'kvarts[otel]'")
+    return endpoint
 
 
 def _slot_save_path(parsed: Parsed) -> str | None:

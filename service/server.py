@@ -55,6 +55,7 @@ from service.open_calls import OpenCalls
 from service.options import ServiceOptions, TlsFiles
 from service.rebuild import RebuildServicer
 from service.slots import SlotServicer
+from service.telemetry import Spans
 from service.tokenization import TokenizationServicer
 from service.vllm_metrics import VllmCollector
 
@@ -91,7 +92,14 @@ class BindError(Exception):
 class Server:
     """One gRPC server; made, used and stopped on one event loop."""
 
-    def __init__(self, options: ServiceOptions, *, stall_limit_s: float = STALL_LIMIT_S) -> None:
+    def __init__(
+        self,
+        options: ServiceOptions,
+        *,
+        stall_limit_s: float = STALL_LIMIT_S,
+        spans: Spans | None = None,
+    ) -> None:
+        """`spans` instead of those that the options ask for is for tests."""
         self._options = options
         self._metrics = Metrics()
         if options.slot_save_path is not None:
@@ -102,10 +110,11 @@ class Server:
             BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault)
         )
         self._calls = OpenCalls()
+        self._spans = spans or _spans(options)
         self._grpc = grpc.aio.server(
             interceptors=(
                 self._calls,
-                Telemetry(self._metrics),
+                Telemetry(self._metrics, spans=self._spans),
                 Auth(KeyRing(options.api_keys, options.admin_key)),
                 Fence(stall_limit_s),
             ),
@@ -163,6 +172,8 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._closing.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     def _watch(self, model: LoadedModel) -> None:
         """Adds the model's figures to the metrics."""
@@ -353,6 +364,15 @@ def _add_reflection(server: grpc.aio.Server) -> None:
             ),
         )
     )
+
+
+def _spans(options: ServiceOptions) -> Spans | None:
+    if options.otlp_endpoint is None:
+        return None
+    # Of the extra `otel`, which options have made sure of.
+    from service.tracing import otlp_spans
+
+    return otlp_spans(options.otlp_endpoint)
 
 
 def _channel_options(options: ServiceOptions) -> Sequence[tuple[str, int]]:

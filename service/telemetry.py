@@ -1,4 +1,4 @@
-"""What the service remembers of one RPC, for its log line and its metrics.
+"""What the service remembers of one RPC, for its log line, its metrics and its span.
 
 The record travels in a context variable from the outermost interceptor to the servicer that
 fills it. It never holds a prompt, an answer or a key, so nothing that it feeds can leak one.
@@ -7,15 +7,42 @@ fills it. It never holds a prompt, an answer or a key, so nothing that it feeds 
 from __future__ import annotations
 
 import re
+import time
 import uuid
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 # W3C Trace Context: version-trace id-parent id-flags; version ff and zero ids are invalid.
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
 _REQUEST_ID = re.compile(r"[!-~]{1,36}")
+
+
+@dataclass
+class CallTrace:
+    """What a span tells beside the log line.
+
+    `parent` are the caller's headers; `method` is `/package.Service/Method`. The day's time is read
+    once, at `start_ns` (since 1970); `marks_s` are the stages of a generation in seconds since
+    then on a monotonic clock, so that no stage ends before it began.
+    """
+
+    method: str = ""
+    parent: Mapping[str, str] = field(default_factory=dict[str, str])
+    operation: str | None = None
+    model: str | None = None
+    settings: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
+    finish_reasons: list[str] = field(default_factory=list[str])
+    start_ns: int = field(default_factory=time.time_ns)
+    begun_s: float = field(default_factory=time.monotonic)
+    marks_s: dict[str, float] = field(default_factory=dict[str, float])
+
+    def mark(self, stage: str) -> None:
+        """Notes that a stage begins; of several samples the first counts."""
+        self.marks_s.setdefault(stage, time.monotonic() - self.begun_s)
 
 
 @dataclass
@@ -44,12 +71,25 @@ class RpcRecord:
     queue_s: float | None = None
     ttft_s: float | None = None
     duration_s: float | None = None
+    trace: CallTrace = field(default_factory=CallTrace)
 
     def fields(self) -> dict[str, object]:
         """Returns what the log line carries."""
-        shown = asdict(self)
-        del shown["owns_all"]
+        shown = {one.name: getattr(self, one.name) for one in fields(self)}
+        del shown["owns_all"], shown["trace"]
         return {key: value for key, value in shown.items() if value not in (None, "")}
+
+
+class Spans(Protocol):
+    """Takes calls that have ended; `service.tracing` sends them to a collector."""
+
+    def record(self, call: RpcRecord) -> None:
+        """Makes the span of a call, and gives the call the trace id where it has none."""
+        ...
+
+    def close(self) -> None:
+        """Sends what has not been sent; may wait for the collector for a second."""
+        ...
 
 
 _current: ContextVar[RpcRecord] = ContextVar("rpc_record")

@@ -13,7 +13,7 @@ from service.flag_table.model import CONTEXT, MODEL, REQUEST
 from service.flag_table.reasoning import REASONING
 from service.flag_table.refused import REFUSED
 from service.flag_table.sampling import SAMPLING
-from service.flag_table.serving import ACCESS, GRPC, HTTP, LOGS, VARIABLES
+from service.flag_table.serving import ACCESS, GRPC, HTTP, LOGS, TRACES, VARIABLES
 
 FLAGS = (
     *MODEL,
@@ -27,6 +27,7 @@ FLAGS = (
     *REASONING,
     *ACCESS,
     *LOGS,
+    *TRACES,
     *IGNORED,
     *DEFERRED,
     *REFUSED,

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from service.flag_values import JSON_OBJECT, SWITCH, TEXT, choice, comma_list, integer, number, path
+from service.flag_values import (
+    JSON_OBJECT,
+    SWITCH,
+    TEXT,
+    choice,
+    comma_list,
+    integer,
+    number,
+    path,
+    web_address,
+)
 from service.flags import Flag, Scope
 
 _GRPC = "gRPC"
@@ -334,6 +344,17 @@ LOGS = (
         "log_format",
         "shape of a log line",
         default="text",
+        group=_LOGS,
+    ),
+)
+
+TRACES = (
+    Flag(
+        ("--otlp-endpoint",),
+        web_address(),
+        "otlp_endpoint",
+        "sends a span of each request to this OpenTelemetry collector, over OTLP/gRPC; no span "
+        "holds a prompt or an answer (extra: otel)",
         group=_LOGS,
     ),
 )

@@ -35,6 +35,7 @@ from service.defaults import GenerationDefaults
 from service.loaded import LoadedModel, ModelFacts, ModelNames
 from service.options import ModelSource, ServiceOptions
 from service.server import READY_SERVICE, Server
+from service.telemetry import Spans
 from tests.fakes import FakeRunner, FakeTokenizer, fake_engine, fake_shape, fitting_runner
 from tests.slot_stores import fake_store
 
@@ -185,12 +186,13 @@ async def serving(
     stall_limit_s: float = 30.0,
     stop_s: float = 5.0,
     num_adapters: int = 0,
+    spans: Spans | None = None,
     channel_options: Sequence[tuple[str, int]] = (),
     **changes: Any,
 ) -> AsyncGenerator[Serving]:
     """Starts a server, loads the fake model, and stops both; `parts` are the engine's."""
     told = options(engine=config, **changes)
-    server = Server(told, stall_limit_s=stall_limit_s)
+    server = Server(told, stall_limit_s=stall_limit_s, spans=spans)
     await server.start()
     engines: list[Engine] = []
     plan = plan_memory(config, fake_shape(window), 1 << 20)

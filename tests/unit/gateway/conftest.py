@@ -16,6 +16,7 @@ from gateway.app import make_app
 from gateway.options import GatewayOptions
 from gateway.protocol import BoundedHttpProtocol
 from gateway.service import connect
+from gateway.tracing import PASSED_ON, Spans
 from tests.unit.gateway.fake_service import FakeService
 
 Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -29,13 +30,13 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _serving(
-    address: str, *, waits: bool = True, **options: object
+    address: str, *, waits: bool = True, spans: Spans = PASSED_ON, **options: object
 ) -> AsyncGenerator[httpx.AsyncClient]:
     told = GatewayOptions(service=address, **options)  # pyright: ignore[reportArgumentType] # tests name options freely
     service = connect(told)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(told, service),
+        make_app(told, service, spans),
         http=BoundedHttpProtocol,
         loop="asyncio",
         ws="none",

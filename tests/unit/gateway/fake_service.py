@@ -153,6 +153,11 @@ class Refusal(Exception):
         self.status = status
 
 
+def _trace(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    metadata = context.invocation_metadata() or ()
+    return {name: str(value) for name, value in metadata if name.startswith("trace")}
+
+
 def _key(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     metadata = context.invocation_metadata() or ()
     return next((str(value) for name, value in metadata if name == "authorization"), "")
@@ -181,6 +186,8 @@ class FakeService(
         self.model = _model()
         self.info = _info()
         self.metrics = ""
+        # The headers of traces that came with calls that generate.
+        self.traces: list[dict[str, str]] = []
         self.embeds: list[embedding_pb2.EmbedRequest] = []
         self.pools = rebuild_pb2.GetPoolsResponse()
         self.rebuilds: list[rebuild_pb2.RebuildRequest] = []
@@ -226,6 +233,7 @@ class FakeService(
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Response]:
         call = Call(request, _key(context))
         self.calls.append(call)
+        self.traces.append(_trace(context))
         is_done = False
         try:
             async for response in self.script(call):

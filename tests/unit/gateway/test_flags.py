@@ -43,6 +43,8 @@ def refusal(*arguments: str, **variables: str) -> str:
         ("--log-format", "bogus", "must be one of text, json"),
         ("--cors-credentials", "maybe", TRUTH),
         ("--cors-origins", "a\r\nb", "must be printable ASCII"),
+        ("--otlp-endpoint", "collector", "must be http://HOST:PORT or https://HOST:PORT"),
+        ("--otlp-endpoint", "http://collector", "must be http://HOST:PORT or https://HOST:PORT"),
         ("--host", ",", "must name at least one address"),
         ("--host", "", "must name at least one address"),
         ("--api-prefix", "llm", "must start with /"),

@@ -25,6 +25,7 @@ _SAMPLES = {
     "A;B": "top_k;temperature",
     "LETTERS": "kt",
     "ID+BIAS": "15+1.5",
+    "URL": "http://127.0.0.1:4317",
     "FNAME,...": "a.gguf,b.gguf",
     "FNAME:SCALE,...": "a.gguf:0.5",
 }
