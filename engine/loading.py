@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,7 +144,7 @@ def load_engine(
                 tokenizing.result()  # a refusal need not wait for the compiler
             model = target_model(spec)
             adapters = read_start_adapters(config, model)
-            capacity = capacity_for(config, adapters)
+            capacity = capacity_for(config, adapters, model)
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
@@ -155,7 +155,9 @@ def load_engine(
         tokenizer=tokenizer,
         begin_chain=_chain_factory(sampler_vocab),
         begin_text=TextStream,
-        adapters=AdapterSetup(runner, capacity, model),
+        adapters=AdapterSetup(
+            runner, capacity, replace(model, takes_experts=capacity.has_experts)
+        ),
         model_id=digest.sampled.encode(),
         experts=expert_pool,
         head=head,

@@ -498,7 +498,8 @@ class EngineConfig:
     `prefill_overlap` prompts read the next layer's ahead. `device` is "cpu", "gpu",
     "metal", or "auto": a GPU if there is one. `kernels` is "native", "xla", or "auto": native where
     it was built and the device is a CPU. `adapters` are loaded at start, in this order;
-    `max_adapters` None is as many as those, `max_adapter_rank` None the greatest of theirs.
+    `max_adapters` None is as many as those, `max_adapter_rank` None the greatest of theirs. With
+    `adapts_experts` there is room for adapters of experts even if none of those is one.
     `compile_cache` and `identity_cache` are folders for compiled programs and for hashes of
     weights; None keeps none.
     """
@@ -529,4 +530,5 @@ class EngineConfig:
     adapters: tuple[StartAdapter, ...] = ()
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
+    adapts_experts: bool = False
     embeds: bool = False

@@ -32,6 +32,7 @@ def with_adapters(config: EngineConfig, parsed: Parsed) -> EngineConfig:
         adapters=adapters,
         max_adapters=most,
         max_adapter_rank=parsed["max_adapter_rank"],
+        adapts_experts=parsed["adapts_experts"],
     )
 
 

@@ -44,14 +44,17 @@ class TinyAdapter:
 def adapter_pairs(
     adapter: TinyAdapter, shapes: Shapes, targets: Sequence[str]
 ) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """The halves as a file has them: a [rank, cols], b [rows, rank]; of the embedding a is turned."""
+    """The halves as a file has them: a [rank, cols], b [rows, rank]; of the embedding a is turned.
+
+    Those of stacks have the experts in front.
+    """
     rng = np.random.default_rng(adapter.seed)
     pairs: dict[str, tuple[FloatArray, FloatArray]] = {}
     for name in targets:
-        rows, cols = shapes[name]
+        *experts, rows, cols = shapes[name]
         rank = adapter.ranks.get(name, adapter.rank)
-        first = (rows, rank) if name == EMBEDDING else (rank, cols)
-        second = (cols, rank) if name == EMBEDDING else (rows, rank)
+        first = (rows, rank) if name == EMBEDDING else (*experts, rank, cols)
+        second = (cols, rank) if name == EMBEDDING else (*experts, rows, rank)
         spread = np.float32((adapter.strength / rank) ** 0.5 / cols**0.25)
         pairs[name] = (
             rng.standard_normal(first, np.float32) * spread,

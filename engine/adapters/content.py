@@ -27,9 +27,10 @@ Values = npt.NDArray[Any]
 class Pair:
     """The two factors of one weight's change, `factor * up.T @ down`.
 
-    `down` is [rank, cols] and `up` [rank, rows] of the weight; of the token embedding, `down` is
-    [vocabulary, rank], because a token picks its row of it. Both are C-ordered arrays of `number`:
-    float32, float16, or the bits of bfloat16 as uint16. `factor` is alpha / rank, 1 without alpha.
+    `down` is [rank, cols] and `up` [rank, rows] of the weight, of a stack of experts [experts, rank,
+    cols] and [experts, rank, rows]; of the token embedding, `down` is [vocabulary, rank], because a
+    token picks its row of it. Both are C-ordered arrays of `number`: float32, float16, or the bits
+    of bfloat16 as uint16. `factor` is alpha / rank, 1 without alpha.
     """
 
     down: Values
@@ -40,7 +41,7 @@ class Pair:
     @property
     def rank(self) -> int:
         """The inner dimension."""
-        return int(self.up.shape[0])
+        return int(self.up.shape[-2])
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.adapters.capacity import Shape
 from engine.adapters.content import EMBEDDING, AdapterContent, Pair, all_finite
 from engine.adapters.errors import AdapterFileInvalid, AdapterMismatch, RankTooLarge
 
@@ -21,14 +22,19 @@ MAX_INVOCATION_TOKENS = 1024
 
 @dataclass(frozen=True)
 class TargetModel:
-    """What of a model an adapter must fit: `matrices` are (rows, cols) by full tensor name."""
+    """What of a model an adapter must fit.
+
+    `matrices` are (rows, cols) by full tensor name, stacks of experts (experts, rows, cols), which
+    are refused where there is no room for them (`takes_experts`).
+    """
 
     architecture: str
     vocab_size: int
-    matrices: Mapping[str, tuple[int, int]]
+    matrices: Mapping[str, Shape]
     num_layers: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
+    takes_experts: bool = True
 
 
 def check_pair(
@@ -42,7 +48,8 @@ def check_pair(
 ) -> int:
     """Checks the shapes of one pair as files have them: down [rank, cols], up [rows, rank].
 
-    Of the token embedding down is [vocabulary, rank] and up [width, rank].
+    Of the token embedding down is [vocabulary, rank] and up [width, rank]; of a stack both have the
+    number of experts in front.
 
     Returns:
         The rank.
@@ -55,16 +62,18 @@ def check_pair(
     if shape is None:
         expected = f"a weight of this {model.architecture} model"
         raise AdapterMismatch(path, name, expected, "no such weight in it")
-    rows, cols = shape
-    is_embedding = name == EMBEDDING
-    if len(down_shape) != 2 or len(up_shape) != 2:
+    *experts, rows, cols = shape
+    if experts and not model.takes_experts:
+        expected = "a server with room for adapters of experts (--lora-experts)"
+        raise AdapterMismatch(path, name, expected, "one without")
+    if len(down_shape) != len(shape) or len(up_shape) != len(shape):
         found = f"{len(down_shape)} and {len(up_shape)} dimensions"
-        raise AdapterMismatch(path, name, "two dimensions in each half", found)
-    rank = up_shape[1]
-    if is_embedding:
+        raise AdapterMismatch(path, name, f"{len(shape)} dimensions in each half", found)
+    rank = up_shape[-1]
+    if name == EMBEDDING:
         expected_down, expected_up = (rows, rank), (cols, rank)
     else:
-        expected_down, expected_up = (rank, cols), (rows, rank)
+        expected_down, expected_up = (*experts, rank, cols), (*experts, rows, rank)
     for suffix, expected, found in (
         ("lora_a", expected_down, down_shape),
         ("lora_b", expected_up, up_shape),

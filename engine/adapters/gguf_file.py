@@ -113,7 +113,8 @@ def _read_pair(
     file: GgufFile, name: str, target: str, halves: tuple[TensorInfo, TensorInfo], factor: float
 ) -> Pair:
     (down, down_number), (up, up_number) = (_values(file, name, info) for info in halves)
-    down, up, number = join_numbers(down, np.ascontiguousarray(up.T), (down_number, up_number))
+    up = np.ascontiguousarray(up.swapaxes(-1, -2))
+    down, up, number = join_numbers(down, up, (down_number, up_number))
     pair = Pair(down, up, number, factor)
     check_values(name, target, pair)
     return pair

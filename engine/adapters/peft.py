@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 
 from engine.adapters.content import (
     EMBEDDING,
@@ -30,14 +30,12 @@ from engine.adapters.content import (
 )
 from engine.adapters.errors import AdapterFileInvalid, AdapterFileNotFound, AdapterMismatch
 from engine.adapters.fit import TargetModel, check_pair, check_values, check_whole
+from engine.adapters.peft_modules import Part, find_parts
 from engine.adapters.safetensors_file import SafetensorsFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 4096
-_NAME = re.compile(
-    r"base_model\.model\.(?P<module>.+?)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.weight)?"
-)
 # Families whose queries and keys the converter reorders, because ggml pairs neighbours in rope.
 _PERMUTED = frozenset({"llama", "granite", "granitemoe", "granitehybrid", "minicpm"})
 
@@ -75,14 +73,15 @@ def read_peft_adapter(folder: Path, model: TargetModel, max_rank: int) -> Adapte
             raise AdapterFileNotFound(f"{folder.name}/{name}")
     config = _read_config(folder / CONFIG)
     file = SafetensorsFile(folder / WEIGHTS)
-    halves = _pair_up(file, folder.name, model)
-    for target, (_, down, up) in halves.items():
-        shapes = file.tensors[down].shape, file.tensors[up].shape
-        down_shape = shapes[0][::-1] if target == EMBEDDING else shapes[0]
-        check_pair(folder.name, model, max_rank, target, down_shape=down_shape, up_shape=shapes[1])
+    found = find_parts(file.tensors, folder.name, model)
+    for target, parts in found.items():
+        down = _shape_of(file, folder.name, parts, attrgetter("down"))
+        up = _shape_of(file, folder.name, parts, attrgetter("up"))
+        down_shape = down[::-1] if target == EMBEDDING else down
+        check_pair(folder.name, model, max_rank, target, down_shape=down_shape, up_shape=up)
     pairs = {
-        target: _read_pair(file, folder.name, model, config, target, names)
-        for target, names in halves.items()
+        target: _read_pair(file, folder.name, model, config, target, parts)
+        for target, parts in found.items()
     }
     content = make_content(
         pairs,
@@ -130,38 +129,17 @@ def _refuse_other_methods(name: str, keys: Mapping[str, Any]) -> None:
             raise AdapterFileInvalid(name, f"{key} is set, which is more than a LoRA adapter")
 
 
-def _pair_up(
-    file: SafetensorsFile, name: str, model: TargetModel
-) -> dict[str, tuple[str, str, str]]:
-    """By target weight: the module, and the names of its down and its up half."""
-    table = _name_map(name, model)
-    found: dict[str, dict[str, str]] = {}
-    for stored in file.tensors:
-        match = _NAME.fullmatch(stored)
-        if match is None:
-            raise AdapterFileInvalid(name, f"tensor {stored[:128]!r} is no half of a LoRA pair")
-        found.setdefault(match["module"], {})[match["half"]] = stored
-    pairs: dict[str, tuple[str, str, str]] = {}
-    for module, halves in found.items():
-        for half in "AB":
-            if half not in halves:
-                raise AdapterFileInvalid(name, f"module {module[:128]!r} has no lora_{half}")
-        base = table.get_name(module)
-        if base is None:
-            expected = f"a module of a {model.architecture} model"
-            raise AdapterMismatch(name, module[:128], expected, "no such module")
-        if f"{base}.weight" in pairs:
-            raise AdapterFileInvalid(name, f"two modules change {base}.weight")
-        pairs[f"{base}.weight"] = (module, halves["A"], halves["B"])
-    return pairs
-
-
-def _name_map(name: str, model: TargetModel) -> TensorNameMap:
-    by_name = {text: arch for arch, text in MODEL_ARCH_NAMES.items()}
-    architecture: MODEL_ARCH | None = by_name.get(model.architecture)
-    if architecture is None:
-        raise AdapterFileInvalid(name, f"no names are known of {model.architecture} modules")
-    return get_tensor_name_map(architecture, model.num_layers)
+def _shape_of(
+    file: SafetensorsFile, name: str, parts: Sequence[Part], half: Callable[[Part], str]
+) -> tuple[int, ...]:
+    """The shape of a half; of several experts, which must agree, with their number in front."""
+    shapes = [file.tensors[half(part)].shape for part in parts]
+    for part, shape in zip(parts, shapes, strict=True):
+        if shape != shapes[0]:
+            raise AdapterMismatch(
+                name, half(part)[:128], "x".join(map(str, shapes[0])), "x".join(map(str, shape))
+            )
+    return shapes[0] if len(parts) == 1 else (len(parts), *shapes[0])
 
 
 def _read_pair(
@@ -170,22 +148,38 @@ def _read_pair(
     model: TargetModel,
     config: _Config,
     target: str,
-    names: tuple[str, str, str],
+    parts: Sequence[Part],
 ) -> Pair:
-    module, down_name, up_name = names
-    down, up = file.read(down_name), file.read(up_name)
+    pairs = [_read_part(file, name, model, target, part) for part in parts]
+    ranks = [up.shape[0] for _, up, _ in pairs]
+    factors = {config.factor(part.module, rank) for part, rank in zip(parts, ranks, strict=True)}
+    if len(factors) > 1 or len({number for _, _, number in pairs}) > 1:
+        raise AdapterFileInvalid(name, f"experts of {target} differ in alpha or in number type")
+    (factor,) = factors
+    if not math.isfinite(factor):
+        module = parts[0].module[:128]
+        raise AdapterFileInvalid(name, f"module {module!r} has a factor of {factor}")
+    number = pairs[0][2]
+    if len(parts) == 1:
+        pair = Pair(pairs[0][0], pairs[0][1], number, factor)
+    else:
+        downs, ups = (np.stack([one[half] for one in pairs]) for half in (0, 1))
+        pair = Pair(downs, ups, number, factor)
+    check_values(name, target, pair)
+    return pair
+
+
+def _read_part(
+    file: SafetensorsFile, name: str, model: TargetModel, target: str, part: Part
+) -> tuple[Values, Values, str]:
+    """Down, up and their number type as a `Pair` has them."""
+    down, up = file.read(part.down), file.read(part.up)
     if target == EMBEDDING:
         down = down.T
     if model.architecture in _PERMUTED:
         up = _permuted(up, target, model)
-    numbers = file.tensors[down_name].number, file.tensors[up_name].number
-    down, up, number = join_numbers(down, np.ascontiguousarray(up.T), numbers)
-    factor = config.factor(module, up.shape[0])
-    pair = Pair(down, up, number, factor)
-    if not math.isfinite(factor):
-        raise AdapterFileInvalid(name, f"module {module[:128]!r} has a factor of {factor}")
-    check_values(name, target, pair)
-    return pair
+    numbers = file.tensors[part.down].number, file.tensors[part.up].number
+    return join_numbers(down, np.ascontiguousarray(up.T), numbers)
 
 
 def _permuted(up: Values, target: str, model: TargetModel) -> Values:

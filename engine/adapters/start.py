@@ -38,14 +38,18 @@ def read_start_adapters(config: EngineConfig, model: TargetModel) -> list[NewAda
     ]
 
 
-def capacity_for(config: EngineConfig, adapters: Sequence[NewAdapter]) -> AdapterCapacity:
+def capacity_for(
+    config: EngineConfig, adapters: Sequence[NewAdapter], model: TargetModel
+) -> AdapterCapacity:
     """Returns the banks' size: as configured, else what the adapters of the start need."""
     count = len(adapters) if config.max_adapters is None else config.max_adapters
     rank = config.max_adapter_rank
     if rank is None:
         least = _SPARE_RANK if count > len(adapters) else 1
         rank = max([least, *(adapter.content.facts.rank for adapter in adapters)])
-    return AdapterCapacity(count, rank)
+    targets = (name for adapter in adapters for name in adapter.content.pairs)
+    needs_experts = any(len(model.matrices[name]) > 2 for name in targets)
+    return AdapterCapacity(count, rank, config.adapts_experts or needs_experts)
 
 
 def _check(config: EngineConfig) -> None:

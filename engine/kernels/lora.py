@@ -35,11 +35,16 @@ class AdapterLists:
     places: jax.Array
     scales: jax.Array
 
+    def by_token(self, num_tokens: int, num_decodes: int) -> AdapterLists:
+        """One list per token, of one per decode row and one for all tokens after those."""
+        rows = jnp.minimum(jnp.arange(num_tokens), num_decodes)
+        return AdapterLists(self.places[rows], self.scales[rows])
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["down", "up", "entries", "factors"],
-    meta_fields=["rows", "cols", "rank", "is_native"],
+    meta_fields=["rows", "cols", "rank", "is_native", "count"],
 )
 @dataclass(frozen=True)
 class Bank:
@@ -50,6 +55,9 @@ class Bank:
     that hold the pair in its own precision, without padding between. `entries` int32 [L, n] are
     `4 * rank + number` of each pair (f32, f16, bf16), 0 where a place changes nothing; `factors` f32
     [L, n] multiply the scales.
+
+    Of stacks of `count` experts there is a pair per expert: n is then places times experts, the
+    experts of a place side by side.
     """
 
     down: jax.Array
@@ -60,11 +68,12 @@ class Bank:
     cols: int
     rank: int
     is_native: bool = False
+    count: int = 1
 
     @property
     def num_places(self) -> int:
-        """N."""
-        return self.down.shape[1]
+        """How many adapters there is room for."""
+        return self.down.shape[1] // self.count
 
     @property
     def arrays(self) -> native.BankArrays:
@@ -128,7 +137,7 @@ def adapt_embedding(
     scales = dense_scales(lists, x.shape[0], num_decodes) * bank.factors[0]
     shape = (bank.num_places, bank.rows, bank.rank)
     inner = bank.down[0].reshape(shape)[:, tokens].swapaxes(0, 1)
-    return x + _expand(scales, inner, bank.up[0].reshape(-1, bank.cols))
+    return x + expand(scales, inner, bank.up[0].reshape(-1, bank.cols))
 
 
 def dense_scales(lists: AdapterLists, num_tokens: int, num_decodes: int) -> jax.Array:
@@ -150,10 +159,10 @@ def _change(bank: Bank, layer: jax.Array | int, scales: jax.Array, x: jax.Array)
 
     inner = x @ own(bank.down).reshape(-1, bank.cols).T
     inner = inner.reshape(x.shape[0], bank.num_places, bank.rank)
-    return _expand(scales * own(bank.factors), inner, own(bank.up).reshape(-1, bank.rows))
+    return expand(scales * own(bank.factors), inner, own(bank.up).reshape(-1, bank.rows))
 
 
-def _expand(scales: jax.Array, inner: jax.Array, up: jax.Array) -> jax.Array:
+def expand(scales: jax.Array, inner: jax.Array, up: jax.Array) -> jax.Array:
     """`inner` f32 [N, n, rank], scaled by place, times `up` f32 [n * rank, width]."""
     # A place that is off is zero even where what lies in it overflows.
     scaled = jnp.where(scales[..., None] != 0, inner * scales[..., None], 0.0)

@@ -8,6 +8,7 @@ place holds counts only once its entries say so, which happens last.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.capacity import AdapterCapacity, Shape
 from engine.adapters.content import EMBEDDING, NUMBERS, AdapterContent, Pair, as_float32
 from engine.adapters.fit import TargetModel
 from engine.errors import InvalidField
@@ -44,13 +45,15 @@ class BankArrays:
     globals: Mapping[str, Bank]
 
 
-def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The weights that adapters may change: (rows, cols) by full tensor name."""
+def adapted_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """The weights that adapters may change: (rows, cols) by full tensor name, experts in front."""
     shapes = {f"{name}.weight": shape for name, shape in global_matrices(spec).items()}
     for i, layer in enumerate(spec.layers):
         for name, shape in block_matrices(layer.block, spec.width).items():
-            shapes[f"blk.{i}.{name}.weight"] = shape
-    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+            # The stacks of latent attention are no experts: llama.cpp adapts none of them.
+            if len(shape) == 2 or name.endswith("_exps"):
+                shapes[f"blk.{i}.{name}.weight"] = shape
+    return shapes
 
 
 def target_model(spec: ModelSpec) -> TargetModel:
@@ -82,7 +85,7 @@ class AdapterBanks:
         self._banks: dict[_Key, Bank] = {}
         self._tables: dict[_Key, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
         self._programs: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., Any]] = {}
-        shapes = adapted_shapes(spec)
+        shapes = {k: shape for k, shape in adapted_shapes(spec).items() if capacity.takes(shape)}
         try:
             for name in global_matrices(spec):
                 self._add((_GLOBAL, name), 1, shapes[f"{name}.weight"])
@@ -117,7 +120,7 @@ class AdapterBanks:
             (array.shape, part.shape): (array, part)
             for bank in self._banks.values()
             for array in (bank.down, bank.up)
-            for part in [self._part(array)]
+            for part in [_part(array, bank.count)]
         }
         return [partial(self._compile, *arrays) for arrays in kinds.values()]
 
@@ -141,19 +144,19 @@ class AdapterBanks:
         for key in self._banks:
             self._publish(key, place, {})
 
-    def _add(self, key: _Key, count: int, shape: tuple[int, int]) -> None:
-        rows, cols = shape
-        places, rank = self._capacity.count, self._capacity.bank_rank
+    def _add(self, key: _Key, num_layers: int, shape: Shape) -> None:
+        *stacked, rows, cols = shape
+        count = math.prod(stacked)
+        places, rank = self._capacity.count * count, self._capacity.bank_rank
         dtype = jnp.uint32 if self._is_native else jnp.float32
         is_embedding = f"{key[1]}.weight" == EMBEDDING
         widths = (rows, cols) if is_embedding else (cols, rows)
-        down, up = (jnp.zeros((count, places, rank * width), dtype) for width in widths)
-        entries = np.zeros((count, places), np.int32)
-        factors = np.zeros((count, places), np.float32)
+        down, up = (jnp.zeros((num_layers, places, rank * width), dtype) for width in widths)
+        entries = np.zeros((num_layers, places), np.int32)
+        factors = np.zeros((num_layers, places), np.float32)
         self._tables[key] = entries, factors
-        self._banks[key] = Bank(
-            down, up, jnp.array(entries), jnp.array(factors), rows, cols, rank, self._is_native
-        )
+        tables = jnp.array(entries), jnp.array(factors)
+        self._banks[key] = Bank(down, up, *tables, rows, cols, rank, self._is_native, count)
 
     def _locate(self, name: str) -> tuple[_Key, int]:
         """The bank of a weight and its layer there."""
@@ -165,10 +168,6 @@ class AdapterBanks:
         run = next(i for i, layers in enumerate(self._runs) if layer in layers)
         return (run, own), self._runs[run].index(layer)
 
-    def _part(self, array: jax.Array) -> jax.ShapeDtypeStruct:
-        """One place of a bank's array, all layers."""
-        return jax.ShapeDtypeStruct((array.shape[0], 1, array.shape[2]), array.dtype)
-
     def _compile(self, array: jax.Array, part: jax.ShapeDtypeStruct) -> None:
         place = jax.ShapeDtypeStruct((), jnp.int32)
         program = jax.jit(_write, donate_argnums=0).lower(array, part, place).compile()
@@ -178,44 +177,52 @@ class AdapterBanks:
         bank = self._banks[key]
         is_embedding = f"{key[1]}.weight" == EMBEDDING
         parts = tuple(
-            np.zeros(self._part(array).shape, array.dtype) for array in (bank.down, bank.up)
+            np.zeros(_part(array, bank.count).shape, array.dtype) for array in (bank.down, bank.up)
         )
         for layer, pair in pairs.items():
-            self._lay(parts[0][layer, 0], pair.down, pair, is_embedding=is_embedding)
-            self._lay(parts[1][layer, 0], pair.up, pair, is_embedding=False)
+            self._lay(parts[0][layer], pair.down, pair, is_embedding=is_embedding)
+            self._lay(parts[1][layer], pair.up, pair, is_embedding=False)
         try:
-            down = self._changed(bank.down, parts[0], place)
-            up = self._changed(bank.up, parts[1], place)
+            down = self._changed(bank.down, parts[0], place * bank.count)
+            up = self._changed(bank.up, parts[1], place * bank.count)
         except Exception as error:
             raise BanksLost(f"writing an adapter failed: {error}") from error
         self._banks[key] = dataclasses.replace(bank, down=down, up=up)
 
-    def _changed(self, array: jax.Array, part: npt.NDArray[Any], place: int) -> jax.Array:
-        return self._programs[array.shape, part.shape](array, part, np.int32(place))
+    def _changed(self, array: jax.Array, part: npt.NDArray[Any], first: int) -> jax.Array:
+        return self._programs[array.shape, part.shape](array, part, np.int32(first))
 
     def _lay(
         self, target: npt.NDArray[Any], values: npt.NDArray[Any], pair: Pair, *, is_embedding: bool
     ) -> None:
-        """Lays one half of a pair into its part of a bank, as `Bank` says."""
+        """Lays one half of a pair into its part of a bank, as `Bank` says, a row per expert."""
+        count = len(target)
         if self._is_native:
-            raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-            target.view(np.uint8)[: raw.size] = raw
+            raw = np.ascontiguousarray(values).view(np.uint8).reshape(count, -1)
+            target.view(np.uint8)[:, : raw.shape[1]] = raw
         elif is_embedding:
             wide = target.reshape(values.shape[0], -1)
             wide[:, : pair.rank] = as_float32(values, pair.number)
         else:
-            target[: values.size] = as_float32(values, pair.number).reshape(-1)
+            target[:, : values.size // count] = as_float32(values, pair.number).reshape(count, -1)
 
     def _publish(self, key: _Key, place: int, pairs: Mapping[int, Pair]) -> None:
         entries, factors = self._tables[key]
-        entries[:, place], factors[:, place] = 0, 0.0
+        count = self._banks[key].count
+        own = slice(place * count, (place + 1) * count)
+        entries[:, own], factors[:, own] = 0, 0.0
         for layer, pair in pairs.items():
-            entries[layer, place] = 4 * pair.rank + NUMBERS.index(pair.number)
-            factors[layer, place] = pair.factor
+            entries[layer, own] = 4 * pair.rank + NUMBERS.index(pair.number)
+            factors[layer, own] = pair.factor
         self._banks[key] = dataclasses.replace(
             self._banks[key], entries=jnp.array(entries), factors=jnp.array(factors)
         )
 
 
-def _write(array: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice(array, part, (0, place, 0))
+def _part(array: jax.Array, count: int) -> jax.ShapeDtypeStruct:
+    """One place of a bank's array, all layers."""
+    return jax.ShapeDtypeStruct((array.shape[0], count, array.shape[2]), array.dtype)
+
+
+def _write(array: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, (0, first, 0))

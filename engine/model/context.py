@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.kernels import native
+from engine.kernels.expert_adapters import adapt_experts
 from engine.kernels.lora import AdapterLists, Bank, adapt
 from engine.kernels.qmatmul import MatrixStack, qmatmuls
 from engine.model.rope import angles
@@ -111,6 +112,19 @@ class Context(Products):
 
     step: StepInputs
     turns: tuple[jax.Array, jax.Array]
+
+    def adapted_experts(
+        self, names: Sequence[str], x: jax.Array, ids: jax.Array, products: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Adds the step's adapters to products f32 [M, K, rows] of experts `ids` int32 [M, K].
+
+        `x` is f32 [M, cols], as many rows for every token, in the order of tokens.
+        """
+        if self.step.adapters is None:
+            return products
+        banks = [self.banks.get(name) for name in names]
+        lists = self.step.adapters.by_token(self.step.tokens.shape[0], self.num_decodes)
+        return adapt_experts(banks, self.layer, lists, x, ids, products)
 
 
 def vector(arrays: LayerArrays, name: str) -> jax.Array:

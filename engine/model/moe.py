@@ -88,9 +88,10 @@ def _products(
     ids: jax.Array,
     experts: Brought,
 ) -> list[jax.Array]:
-    """Products of each row with its experts, f32 [N, K, rows] each, biases added."""
+    """Products of each row with its experts, f32 [N, K, rows] each, adapted, biases added."""
     stacks = [cast(MatrixStack, own[name]) for name in names]
     products = experts.products(stacks, x, experts.ids)
+    products = context.adapted_experts(names, x, ids, products)
     for i, name in enumerate(names):
         if name in ffn.biases:
             table = cast(MatrixStack, own[f"{name}.bias"])

@@ -90,4 +90,14 @@ ADAPTERS = (
         scope=Scope.SERVICE,
         group=_GROUP,
     ),
+    Flag(
+        ("--lora-experts",),
+        SWITCH,
+        "adapts_experts",
+        "keep room for adapters of experts, which is large (default: only if one of the start's "
+        "changes experts)",
+        default=False,
+        scope=Scope.SERVICE,
+        group=_GROUP,
+    ),
 )

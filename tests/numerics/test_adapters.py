@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.capacity import AdapterCapacity, Shape
 from engine.adapters.content import AdapterContent
 from engine.adapters.fit import TargetModel
 from engine.adapters.source import read_adapter
@@ -44,7 +44,7 @@ class Case:
 
     runner: JaxRunner
     path: Path
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, Shape]
     adapters: Sequence[tuple[TinyAdapter, Sequence[str]]]
     contents: Sequence[AdapterContent]
 
@@ -76,7 +76,8 @@ def open_case(path: Path, folder: Path, targets: Sequence[str], **options: Any) 
         (replace(adapter, architecture=spec.architecture), own) for adapter, own in adapters
     ]
     model = TargetModel(spec.architecture, spec.vocab_size, shapes)
-    runner = open_runner(path, max_rows=MAX_ROWS, adapters=CAPACITY, **options)
+    capacity = replace(CAPACITY, has_experts=any(len(shapes[name]) > 2 for name in named))
+    runner = open_runner(path, max_rows=MAX_ROWS, adapters=capacity, **options)
     runner.warm_up()
     contents: list[AdapterContent] = []
     for place, (adapter, own) in enumerate(adapters):

@@ -29,6 +29,7 @@ SHAPES = {
     "blk.0.attn_q.weight": (16, 16),
     "blk.0.ffn_down.weight": (16, 24),
 }
+EXPERTS = "blk.0.ffn_up_exps.weight"
 MODEL = TargetModel("llama", 40, SHAPES, num_layers=1, num_heads=2, num_kv_heads=1)
 TARGETS = tuple(SHAPES)
 QUERY = "blk.0.attn_q.weight"
@@ -211,7 +212,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[EngineError], str]] = [
         "three dimensions",
         {"tensors": {f"{QUERY}.lora_a": ones(2, 4, 16), f"{QUERY}.lora_b": ones(2, 16, 4)}},
         AdapterMismatch,
-        "expected two dimensions in each half, found 3 and 3 dimensions",
+        "expected 2 dimensions in each half, found 3 and 3 dimensions",
     ),
     (
         "rank",
@@ -247,6 +248,51 @@ def test_what_is_wrong_is_named(
         read(path)
     assert str(refusal.value).startswith("bad.gguf: ")
     assert message in str(refusal.value)
+
+
+def test_stacks_of_experts(tmp_path: Path) -> None:
+    shapes = {EXPERTS: (3, 24, 16)}
+    path = write_adapter(tmp_path / "a.gguf", TinyAdapter(), shapes, (EXPERTS,))
+    model = replace(MODEL, matrices=shapes)
+    pair = read_adapter(path, model, 16).pairs[EXPERTS]
+    a, b = adapter_pairs(TinyAdapter(), shapes, (EXPERTS,))[EXPERTS]
+    np.testing.assert_array_equal(pair.down, a)
+    np.testing.assert_array_equal(pair.up, b.swapaxes(1, 2))
+    assert (pair.rank, pair.factor) == (4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "down", "up", "message"),
+    [
+        ((4, 24, 16), None, None, "lora_a: expected 4x4x16, found 3x4x16"),
+        ((3, 24, 16), (2, 4, 16), None, "lora_a: expected 3x4x16, found 2x4x16"),
+        ((3, 24, 16), None, (2, 24, 4), "lora_b: expected 3x24x4, found 2x24x4"),
+        ((3, 24, 16), (4, 16), (24, 4), "expected 3 dimensions in each half, found 2 and 2"),
+        ((24, 16), None, None, "expected 2 dimensions in each half, found 3 and 3"),
+    ],
+)
+def test_stacks_that_do_not_fit(
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    down: tuple[int, ...] | None,
+    up: tuple[int, ...] | None,
+    message: str,
+) -> None:
+    halves = {
+        f"{EXPERTS}.lora_a": ones(*(down or (3, 4, 16))),
+        f"{EXPERTS}.lora_b": ones(*(up or (3, 24, 4))),
+    }
+    model = replace(MODEL, matrices={**SHAPES, EXPERTS: shape})
+    with pytest.raises(AdapterMismatch, match=message):
+        read_adapter(_write(tmp_path, halves), model, 16)
+
+
+def test_experts_without_room_for_them(tmp_path: Path) -> None:
+    shapes = {EXPERTS: (3, 24, 16)}
+    path = write_adapter(tmp_path / "a.gguf", TinyAdapter(), shapes, (EXPERTS,))
+    model = replace(MODEL, matrices=shapes, takes_experts=False)
+    with pytest.raises(AdapterMismatch, match=f"{EXPERTS}: expected .*--lora-experts"):
+        read_adapter(path, model, 16)
 
 
 def test_another_architecture(tmp_path: Path) -> None:

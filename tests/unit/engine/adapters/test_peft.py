@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,84 @@ def test_what_is_wrong_is_named(
     with pytest.raises(kind) as refusal:
         read_adapter(folder, QWEN, 16)
     assert message in str(refusal.value)
+
+
+EXPERTS = "blk.0.ffn_up_exps.weight"
+MOE = TargetModel("qwen3moe", 40, {EXPERTS: (3, 24, 16)}, num_layers=1)
+
+
+def expert(number: int, rank: int = 4) -> dict[str, Any]:
+    return halves(f"{HEAD}.mlp.experts.{number}.up_proj", 24, 16, rank)
+
+
+@pytest.mark.parametrize(
+    ("model", "stem"),
+    [
+        (MOE, "mlp.experts.{}.up_proj"),
+        (replace(MOE, architecture="llama"), "block_sparse_moe.experts.{}.w3"),
+    ],
+)
+def test_modules_of_experts_become_a_stack(tmp_path: Path, model: TargetModel, stem: str) -> None:
+    names = [f"{HEAD}.{stem.format(number)}" for number in range(3)]
+    tensors: dict[str, Any] = {}
+    for name in reversed(names):
+        tensors |= halves(name, 24, 16)
+        tensors[f"{name}.lora_A.weight"] += len(tensors)
+    pair = read_adapter(write_peft(tmp_path / "a", tensors), model, 16).pairs[EXPERTS]
+    for number, name in enumerate(names):
+        np.testing.assert_array_equal(pair.down[number], tensors[f"{name}.lora_A.weight"])
+        np.testing.assert_array_equal(pair.up[number], tensors[f"{name}.lora_B.weight"].T)
+    assert (pair.rank, pair.factor) == (4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "kind", "message"),
+    [
+        (expert(0) | expert(2), {}, AdapterFileInvalid, f"{EXPERTS} has no pair of expert 1 of 3"),
+        (
+            expert(0) | expert(1) | expert(2) | expert(3),
+            {},
+            AdapterMismatch,
+            "expected experts 0 to 2, found expert 3",
+        ),
+        (
+            expert(0) | expert(1) | expert(2, rank=5),
+            {},
+            AdapterMismatch,
+            "experts.2.up_proj.lora_A.weight: expected 4x16, found 5x16",
+        ),
+        (
+            expert(0) | expert(1) | expert(2),
+            {"alpha_pattern": {"1.up_proj": 2}},
+            AdapterFileInvalid,
+            "differ in alpha",
+        ),
+        (
+            halves(f"{HEAD}.mlp.experts.9999999.up_proj", 24, 16),
+            {},
+            AdapterMismatch,
+            "no such module",
+        ),
+        (halves(f"{HEAD}.mlp.experts.up_proj", 24, 16), {}, AdapterFileInvalid, "expert 1 of 3"),
+    ],
+)
+def test_experts_that_do_not_make_a_stack(
+    tmp_path: Path,
+    tensors: dict[str, Any],
+    config: dict[str, Any],
+    kind: type[EngineError],
+    message: str,
+) -> None:
+    with pytest.raises(kind) as refusal:
+        read_adapter(write_peft(tmp_path / "a", tensors, config), MOE, 16)
+    assert message in str(refusal.value)
+
+
+def test_two_tensors_for_one_half(tmp_path: Path) -> None:
+    tensors = halves(QUERY, 16, 16)
+    tensors[f"{QUERY}.lora_A"] = tensors[f"{QUERY}.lora_A.weight"]
+    with pytest.raises(AdapterFileInvalid, match="has two lora_A"):
+        read_adapter(write_peft(tmp_path / "a", tensors), QWEN, 16)
 
 
 def test_missing_files(tmp_path: Path) -> None:

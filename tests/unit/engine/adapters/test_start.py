@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,24 @@ def test_they_are_read_in_order_and_named_by_their_paths(tmp_path: Path) -> None
 def test_capacity_is_what_they_need_unless_configured(tmp_path: Path) -> None:
     two = config(tmp_path, 4, 8)
     adapters = read_start_adapters(two, MODEL)
-    assert capacity_for(two, adapters) == AdapterCapacity(2, 8)
+    assert capacity_for(two, adapters, MODEL) == AdapterCapacity(2, 8)
     roomy = config(tmp_path, 4, 8, max_adapters=5)
-    assert capacity_for(roomy, adapters) == AdapterCapacity(5, 16)
+    assert capacity_for(roomy, adapters, MODEL) == AdapterCapacity(5, 16)
     ranked = config(tmp_path, 4, 8, max_adapters=5, max_adapter_rank=32)
-    assert capacity_for(ranked, adapters) == AdapterCapacity(5, 32)
-    assert capacity_for(config(tmp_path), []).count == 0
+    assert capacity_for(ranked, adapters, MODEL) == AdapterCapacity(5, 32)
+    assert capacity_for(config(tmp_path), [], MODEL).count == 0
+
+
+def test_experts_have_banks_only_where_they_are_wanted(tmp_path: Path) -> None:
+    """Theirs are by far the largest."""
+    shapes = {**SHAPES, "blk.0.ffn_up_exps.weight": (4, 24, 16)}
+    model = TargetModel("llama", 40, shapes)
+    plain = config(tmp_path, 4)
+    assert not capacity_for(plain, read_start_adapters(plain, model), model).has_experts
+    assert capacity_for(replace(plain, adapts_experts=True), [], model).has_experts
+    path = write_adapter(tmp_path / "experts.gguf", TinyAdapter(), shapes, tuple(shapes))
+    one = replace(plain, adapters=(StartAdapter(str(path)),))
+    assert capacity_for(one, read_start_adapters(one, model), model).has_experts
 
 
 def test_too_many_and_too_large_are_refused_with_the_numbers(tmp_path: Path) -> None:
