@@ -56,6 +56,7 @@ proto: $(READY)
 # The simulation and the damaged files at their full number, then every recorded answer.
 accept: setup
 	$(PY) -m tests.unit.engine.gguf.mutants 20000
+	$(PY) -m tests.unit.engine.adapters.mutants 20000
 	SIM_SEEDS=1000 $(PY) -m pytest tests/unit/engine/test_simulation.py
 	$(PY) -m tests.accept $(SHARED)
 

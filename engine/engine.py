@@ -58,6 +58,7 @@ from engine.snapshot import describe
 from engine.step import Runner
 from engine.step_timer import StepTimer
 from engine.types import (
+    AdapterInfo,
     CancelCause,
     EngineConfig,
     EventSink,
@@ -131,10 +132,14 @@ class Engine:
         self._table, self._pages = self.pools.table, self.pools.pages
         self._clock = parts.clock
         self._new_error_id = parts.new_error_id
-        self._loaded = LoadedAdapters(parts.adapters.store, parts.adapters.capacity)
+        self._loaded = LoadedAdapters(
+            parts.adapters.store,
+            parts.adapters.capacity,
+            place_bytes=parts.adapters.place_bytes,
+        )
         scheduler_parts = _scheduler_parts(config, parts, self._loaded, self._calls)
         self._scheduler = Scheduler(scheduler_parts, self._table, self._pages)
-        doors = EngineDoors(self.command, self._watch, self._scheduler.unloads.add)
+        doors = EngineDoors(self.command, self._watch, self._scheduler.adapter_changes)
         self.adapters = AdapterDesk(parts.adapters, self._loaded, doors)
         self._step_timer = StepTimer()
         self._sink = sink
@@ -181,9 +186,7 @@ class Engine:
             counters = replace(now.counters, requests_refused=self._gate.num_refused)
         # Who was told that an adapter is loaded must find it here, before the next step.
         users = {one.adapter_id: one.active_requests for one in now.adapters}
-        adapters = tuple(
-            describe_adapter(one, users.get(one.adapter_id, 0)) for one in self._loaded.adapters
-        )
+        adapters = self._describe_adapters(lambda adapter_id: users.get(adapter_id, 0))
         return replace(now, counters=counters, adapters=adapters)
 
     def start(self) -> None:
@@ -467,15 +470,21 @@ class Engine:
         now = describe(
             self._scheduler, self._table, self._pages, self.pools.plan, queue_limit, most
         )
-        adapters = tuple(
-            describe_adapter(one, self._scheduler.num_users(one.adapter_id))
-            for one in self._loaded.adapters
-        )
+        adapters = self._describe_adapters(self._scheduler.num_users)
         now = replace(now, step_times=self._step_timer.times, adapters=adapters)
         if self.pools.experts is None:
             return now
         pool, figures = self.pools.experts()
         return replace(now, pools=(*now.pools, pool), experts=figures)
+
+    def _describe_adapters(self, count_users: Callable[[int], int]) -> tuple[AdapterInfo, ...]:
+        loaded = self._loaded
+        return tuple(
+            describe_adapter(
+                one, count_users(one.adapter_id), is_leaving=loaded.is_leaving(one.adapter_id)
+            )
+            for one in loaded.adapters
+        )
 
 
 def _nothing() -> None:

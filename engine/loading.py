@@ -19,6 +19,7 @@ import jax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.desk import AdapterSetup
+from engine.adapters.room import check_bank_room
 from engine.adapters.start import capacity_for, read_start_adapters
 from engine.compile_cache import enable_compile_cache
 from engine.devices import choose_device
@@ -31,7 +32,7 @@ from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
 from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
-from engine.memory.split import MemoryLimits
+from engine.memory.split import MemoryLimits, shape_of, sizes_of
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
 from engine.model.expert_cache import expert_shape
@@ -145,19 +146,23 @@ def load_engine(
             model = target_model(spec)
             adapters = read_start_adapters(config, model)
             capacity = capacity_for(config, adapters, model)
+            limits = _memory_limits(spec, _nbytes(weights), weights, expert_pool)
+            experts = expert_pool()[0] if expert_pool else None
+            bank_bytes = capacity.nbytes(model.matrices.values())
+            check_bank_room(
+                shape_of(plan, limits, experts), sizes_of(plan, experts), capacity, bank_bytes
+            )
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
-    limits = _memory_limits(spec, runner, weights, expert_pool)
+    limits = _memory_limits(spec, runner.fixed_bytes, weights, expert_pool)
     replaced: dict[str, Any] = {"memory": limits} | parts
     engine_parts = EngineParts(
         runner=runner,
         tokenizer=tokenizer,
         begin_chain=_chain_factory(sampler_vocab),
         begin_text=TextStream,
-        adapters=AdapterSetup(
-            runner, capacity, replace(model, takes_experts=capacity.has_experts)
-        ),
+        adapters=AdapterSetup(runner, capacity, replace(model, takes_experts=capacity.has_experts)),
         model_id=digest.sampled.encode(),
         experts=expert_pool,
         head=head,
@@ -218,12 +223,14 @@ def _expert_pool(
 
 def _memory_limits(
     spec: ModelSpec,
-    runner: JaxRunner,
+    fixed_bytes: int,
     weights: Weights,
     experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None,
 ) -> MemoryLimits:
-    """What there is: all of the device's memory, else of the machine's."""
-    fixed_bytes = runner.fixed_bytes
+    """What there is: all of the device's memory, else of the machine's.
+
+    `fixed_bytes` are those of arrays that no pool's size changes.
+    """
     if experts is not None and weights.experts is None:
         pool, _ = experts()
         fixed_bytes -= pool.size * pool.unit_bytes  # they are counted as a pool
@@ -231,6 +238,10 @@ def _memory_limits(
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_bytes = stats.get("bytes_limit", machine)
     return MemoryLimits(spec.architecture, fixed_bytes, limit_bytes)
+
+
+def _nbytes(weights: Weights) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(weights))
 
 
 def _keep_programs(folder: str) -> None:

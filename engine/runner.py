@@ -9,7 +9,7 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -251,10 +251,10 @@ class JaxRunner:
         assert self._hidden, "the last step asked for no hidden states"
         return self._hidden[text]
 
-    def write_adapter(self, place: int, content: AdapterContent) -> None:
+    def write_adapter(self, place: int, content: AdapterContent) -> Iterator[int]:
         """See `engine.adapters.store.AdapterStore`."""
         assert self._banks, "an adapter without a place"
-        self._banks.write(place, content)
+        return self._banks.write(place, content)
 
     def clear_adapter(self, place: int) -> None:
         """See `engine.adapters.store.AdapterStore`."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.adapters.changes import AdapterChanges
 from engine.adapters.effective import EffectiveSet
-from engine.adapters.unloading import Unloads
 from engine.errors import EngineError, EngineFault
 from engine.failpoints import Site
 from engine.generation import Ending
@@ -53,7 +53,7 @@ class Scheduler:
         self._transfers = Transfers(
             parts.for_transfers(self._as_engine_error, self._empty_all), table, self._room
         )
-        self.unloads = Unloads(parts.adapters, self.num_users)
+        self.adapter_changes = AdapterChanges(parts.adapters, self.num_users)
         self._ledger = Ledger()
         self._num_tasks = 0
         self._num_turns = 0
@@ -63,7 +63,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while a step would do something."""
-        waiting = len(self._queue) + len(self._erasures) + len(self.unloads)
+        waiting = len(self._queue) + len(self._erasures) + len(self.adapter_changes)
         return bool(self._rows) or waiting + self._transfers.num_waiting > 0
 
     @property
@@ -167,7 +167,7 @@ class Scheduler:
             if arrival.row is None or begun_too:
                 self._refuse(arrival, make_error())
         self._erasures.fail(make_error)
-        self.unloads.fail(make_error)
+        self.adapter_changes.fail(make_error)
         self._transfers.refuse_waiting(make_error)
 
     def stop_transfers(self, make_error: Callable[[], Exception]) -> None:
@@ -185,7 +185,7 @@ class Scheduler:
         now_s = self._parts.clock()
         self._expire(now_s)
         self._erasures.run()
-        self.unloads.run()
+        self.adapter_changes.run()
         if self.is_open:
             self._transfers.run()
             self._admit_all(now_s)

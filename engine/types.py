@@ -440,7 +440,7 @@ class AdapterInfo:
 
     `alpha` None: the file has none. `targets` are the full names of the weights that it changes,
     `active_requests` how many requests that have begun run under a set with it, `digest` its
-    SHA-256.
+    SHA-256. `is_leaving`: it is unloaded once those have ended, and in no new set.
     """
 
     adapter_id: int
@@ -456,6 +456,7 @@ class AdapterInfo:
     invocation_tokens: tuple[int, ...]
     targets: tuple[str, ...]
     digest: bytes
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True)

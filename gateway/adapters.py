@@ -59,7 +59,7 @@ async def known_adapters(service: Service, named: Scales, metadata: Metadata) ->
         return KnownAdapters()
     request = lora_pb2.ListAdaptersRequest()
     reply = await answer(service.lora.ListAdapters(request, metadata=metadata))
-    loaded = {adapter.id for adapter in reply.adapters}
+    loaded = {adapter.id for adapter in reply.adapters if not adapter.is_unloading}
     known = KnownAdapters(
         tuple(entry for entry in named if entry[0] in loaded),
         tuple(adapter for adapter, _ in named if adapter not in loaded),

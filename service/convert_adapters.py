@@ -23,6 +23,7 @@ def from_adapter(info: AdapterInfo, tokenizer: Tokenizer) -> lora_pb2.Adapter:
         alora_invocation_tokens=info.invocation_tokens,
         targets=info.targets,
         content_hash=info.digest.hex(),
+        is_unloading=info.is_leaving,
     )
     if info.alpha is not None:
         message.alpha = info.alpha

@@ -47,7 +47,7 @@ def _adapter_families(adapters: Sequence[AdapterInfo]) -> Iterable[Metric]:
     """By id: names may say what nobody but an administrator should read."""
     yield _gauge("adapters_loaded", "Adapters loaded.", len(adapters))
     families = (
-        ("adapter_bytes", "Memory that an adapter takes.", "size_bytes"),
+        ("adapter_bytes", "Bytes of an adapter's values.", "size_bytes"),
         ("adapter_rank", "Greatest rank of an adapter.", "rank"),
         ("adapter_targets", "Weights that an adapter changes.", "targets"),
         ("adapter_requests_running", "Requests that run with an adapter.", "active_requests"),

@@ -59,6 +59,8 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
             max_adapters=setup.capacity.count,
             max_rank=setup.capacity.rank if setup.capacity.count else 0,
             bank_bytes=setup.bank_bytes,
+            place_bytes=setup.place_bytes if setup.capacity.count else 0,
+            free_bytes=self._desk.free_bytes,
         )
 
     async def SetAdapterScales(
@@ -96,6 +98,7 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
             raise NotSupported("adapters: the server was started with room for none")
         scale = request.scale if request.HasField("scale") else 1.0
         async with self._reading:
+            desk.check_room(request.name)
             content = await asyncio.to_thread(_read, desk, Path(self._folder), request.path)
             new = NewAdapter(request.name, request.path, scale, content)
             loaded = await asyncio.wrap_future(desk.load(new))

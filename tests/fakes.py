@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,6 +260,7 @@ class FakeRunner:
     on_run: Callable[[StepBatch], None] | None = None
     places: dict[int, bytes] = field(default_factory=dict[int, bytes])
     num_places: int = 0
+    piece_bytes: int = 1
     batches: list[StepBatch] = field(default_factory=list[StepBatch])
     keep_batches: bool = False
     transfer_pages: int = 2
@@ -459,10 +460,12 @@ class FakeRunner:
         ones = np.ones(len(at))
         return np.stack([np.asarray(work.tokens), at, ones], axis=1).astype(np.float32)
 
-    def write_adapter(self, place: int, content: AdapterContent) -> None:
-        """Takes an adapter into a free place."""
+    def write_adapter(self, place: int, content: AdapterContent) -> Iterator[int]:
+        """Takes an adapter into a free place, in three pieces."""
         assert 0 <= place < self.num_places
-        assert place not in self.places, "a place that is taken"
+        for _ in range(3):
+            assert place not in self.places, "a place that is taken"
+            yield self.piece_bytes
         self.places[place] = content.facts.digest
 
     def clear_adapter(self, place: int) -> None:

@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGUFWriter, RopeScalingType, TokenType, quants
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGUFValueType,
+    GGUFWriter,
+    RopeScalingType,
+    TokenType,
+    quants,
+)
 from gguf import GGMLQuantizationType as Type
 
 Bytes = npt.NDArray[np.uint8]
@@ -322,7 +329,10 @@ def write_gguf(
     version: int = 3,
     **writer_options: Any,
 ) -> Path:
-    """Writes any file. Python ints become uint32 keys, floats float32; tensors hold raw blocks."""
+    """Writes any file.
+
+    Python ints become uint32 keys, floats float32, arrays of uint32 such; tensors hold raw blocks.
+    """
     writer = GGUFWriter(path, architecture, **writer_options)
     if alignment is not None:
         writer.add_custom_alignment(alignment)
@@ -349,6 +359,9 @@ def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
             writer.add_float32(key, value)
         case str():
             writer.add_string(key, value)
+        case np.ndarray() if value.dtype == np.uint32:
+            uint32 = GGUFValueType.UINT32
+            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, sub_type=uint32)
         case _:
             writer.add_array(key, value)
 

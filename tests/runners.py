@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.content import AdapterContent
 from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
 from engine.model.weights import load_weights
@@ -56,6 +57,12 @@ def open_runner(
         )
         weights = load_weights(spec, file, is_native=is_native, expert_slots=expert_slots)
         return JaxRunner(spec, weights, config)
+
+
+def write_whole(runner: JaxRunner, place: int, content: AdapterContent) -> None:
+    """Puts an adapter into a place without a step in between."""
+    for _ in runner.write_adapter(place, content):
+        pass
 
 
 @dataclass

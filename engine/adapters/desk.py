@@ -6,19 +6,19 @@ engine takes between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.adapters.capacity import AdapterCapacity
+from engine.adapters.changes import AdapterChanges, Load, Unload
 from engine.adapters.content import AdapterContent
 from engine.adapters.fit import TargetModel
 from engine.adapters.loaded import LoadedAdapter, LoadedAdapters, NewAdapter
 from engine.adapters.source import read_adapter
 from engine.adapters.store import AdapterStore
-from engine.adapters.unloading import Unload
 from engine.types import AdapterScale
 
 
@@ -31,6 +31,11 @@ class AdapterSetup:
     model: TargetModel
 
     @property
+    def place_bytes(self) -> int:
+        """Memory that one adapter takes of the banks, whatever its rank."""
+        return self.capacity.place_bytes(self.model.matrices.values())
+
+    @property
     def bank_bytes(self) -> int:
         """Memory of the banks, whether in use or not."""
         return self.capacity.nbytes(self.model.matrices.values())
@@ -41,12 +46,12 @@ class EngineDoors:
     """How a desk reaches its engine.
 
     `command` runs work between two steps; `watch` posts work that itself answers a future, which
-    must not be left without an answer; `add_unload` queues an unload, on the engine thread.
+    must not be left without an answer; `changes` is the engine thread's.
     """
 
     command: Callable[[Callable[[], Any]], Future[Any]]
     watch: Callable[[Future[Any], Callable[[], None]], None]
-    add_unload: Callable[[Unload], None]
+    changes: AdapterChanges
 
 
 class AdapterDesk:
@@ -61,6 +66,19 @@ class AdapterDesk:
     def setup(self) -> AdapterSetup:
         """How many adapters of which rank the engine takes, and of which model."""
         return self._setup
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory of the banks that no adapter holds."""
+        return self._loaded.free_bytes
+
+    def check_room(self, name: str) -> None:
+        """Refuses an adapter for which there is no place, before anything of it is read.
+
+        Raises:
+            AdapterRoom: Every place is taken.
+        """
+        self._loaded.check_room(name)
 
     def read(self, path: Path) -> AdapterContent:
         """Reads and checks a file or a folder, on this thread.
@@ -80,12 +98,17 @@ class AdapterDesk:
             self._loaded.attach(new)
 
     def load(self, new: NewAdapter) -> Future[LoadedAdapter]:
-        """Attaches an adapter that was read; the future raises as `LoadedAdapters.attach`.
+        """Attaches an adapter that was read; the future raises as `LoadedAdapters.attaching`.
+
+        It takes as many steps as its size wants; cancel the future to give up.
 
         Raises:
             EngineError: ShuttingDown or EngineFault.
         """
-        return self._doors.command(lambda: self._loaded.attach(new))
+        done: Future[LoadedAdapter] = Future()
+        load = Load(new, done)
+        self._doors.watch(done, lambda: self._doors.changes.add_load(load))
+        return done
 
     def set_scales(self, scales: Sequence[AdapterScale]) -> Future[None]:
         """Replaces the server's set for requests that are admitted later.
@@ -100,7 +123,8 @@ class AdapterDesk:
     def unload(self, adapter_id: int, *, fail_if_busy: bool = False) -> Future[int]:
         """Unloads an adapter once no request uses it; cancel the future to stop waiting.
 
-        The future gets the bytes that were freed, or raises NoSuchAdapter, AdapterInUse,
+        Until then it is gone for whoever comes: requests that name it are refused, and the server's
+        set is without it. The future gets the bytes that were freed, or raises NoSuchAdapter, AdapterInUse,
         ShuttingDown or EngineFault.
 
         Raises:
@@ -109,14 +133,14 @@ class AdapterDesk:
         self._loaded.get(adapter_id)
         done: Future[int] = Future()
         unload = Unload(adapter_id, fail_if_busy, done)
-        self._doors.watch(done, lambda: self._doors.add_unload(unload))
+        self._doors.watch(done, lambda: self._doors.changes.add_unload(unload))
         return done
 
 
 class _NoStore:
     """Banks without a place."""
 
-    def write_adapter(self, place: int, content: AdapterContent) -> None:
+    def write_adapter(self, place: int, content: AdapterContent) -> Iterator[int]:
         raise AssertionError(f"an adapter in place {place} of none")
 
     def clear_adapter(self, place: int) -> None:

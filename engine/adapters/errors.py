@@ -10,13 +10,16 @@ from engine.errors import EngineError
 
 @dataclass(eq=False)
 class AdapterExists(EngineError):
-    """The name is taken by an adapter of other content."""
+    """The name is taken by an adapter of other content, or by one that is being unloaded."""
 
     name: str
     adapter_id: int
 
     reason: ClassVar[str] = "ADAPTER_EXISTS"
-    template: ClassVar[str] = "the name {name!r} is taken by adapter {adapter_id} of other content"
+    template: ClassVar[str] = (
+        "the name {name!r} is taken by adapter {adapter_id}, which is of other content or about to "
+        "be unloaded"
+    )
 
 
 @dataclass(eq=False)

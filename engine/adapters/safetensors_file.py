@@ -1,6 +1,7 @@
 """A safetensors file, read as untrusted bytes: a JSON head, then raw little-endian tensors.
 
-Only what an adapter may hold is read: floating-point tensors in f32, f16 or bf16.
+Only what an adapter may hold is read: floating-point tensors in f32, f16 or bf16. As the format
+wants it, names are distinct, and the tensors' data fills the file without a hole or an overlap.
 
 Source: the safetensors format description (8-byte length, JSON, data).
 """
@@ -12,7 +13,7 @@ import math
 import mmap
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +23,9 @@ import numpy as np
 from engine.adapters.content import Values, from_bytes
 from engine.adapters.errors import AdapterFileInvalid
 
-# 20 MB of head would be some 200,000 tensors.
-_MAX_HEAD_BYTES = 20 << 20
+# Objects of JSON take up to 24 times its bytes, so a head may be this long, or this part of its file.
+_MAX_HEAD_BYTES = 2 << 20
+_HEAD_SHARE = 16
 _NUMBERS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
 
 
@@ -62,10 +64,12 @@ class SafetensorsFile:
         if size < 8:
             raise self._error("has no head")
         (length,) = struct.unpack_from("<Q", self._map)
-        if length > min(size - 8, _MAX_HEAD_BYTES):
+        if length > min(size - 8, max(_MAX_HEAD_BYTES, size // _HEAD_SHARE)):
             raise self._error(f"has a head of {length} bytes in a file of {size}")
         try:
-            head: Any = json.loads(self._map[8 : 8 + length])
+            head: Any = json.loads(self._map[8 : 8 + length], object_pairs_hook=_distinct)
+        except _RepeatedName as error:
+            raise self._error(f"has a head with two entries of {error.name[:128]!r}") from error
         except (ValueError, RecursionError) as error:
             raise self._error("has a head that is no JSON") from error
         if not isinstance(head, dict):
@@ -73,7 +77,19 @@ class SafetensorsFile:
         entries = cast("dict[str, Any]", head)
         entries.pop("__metadata__", None)
         first = 8 + length
-        return {name: self._tensor(name, entry, first) for name, entry in entries.items()}
+        tensors = {name: self._tensor(name, entry, first) for name, entry in entries.items()}
+        self._check_spans(first, tensors.values())
+        return tensors
+
+    def _check_spans(self, first: int, tensors: Iterable[StoredTensor]) -> None:
+        at = first
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
+            if tensor.start != at:
+                where = "overlaps another" if tensor.start < at else "begins behind a hole"
+                raise self._error(f"tensor {tensor.name[:128]!r} {where}")
+            at = tensor.end
+        if at != len(self._map):
+            raise self._error(f"has {len(self._map) - at} bytes behind its tensors")
 
     def _tensor(self, name: str, entry: Any, first: int) -> StoredTensor:
         shown = f"tensor {name[:128]!r}"
@@ -93,6 +109,23 @@ class SafetensorsFile:
 
     def _error(self, detail: str) -> AdapterFileInvalid:
         return AdapterFileInvalid(self._name, detail)
+
+
+class _RepeatedName(Exception):
+    """A member of an object is there twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise _RepeatedName(name)
+        members[name] = value
+    return members
 
 
 def _integers(value: Any) -> list[int] | None:

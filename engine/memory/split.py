@@ -140,6 +140,16 @@ def shape_of(plan: MemoryPlan, limits: MemoryLimits, experts: PoolInfo | None) -
     return SplitShape(limits.architecture, tuple(pools), limits.fixed_bytes, limits.limit_bytes)
 
 
+def sizes_of(plan: MemoryPlan, experts: PoolInfo | None) -> PoolSizes:
+    """Returns the sizes of a plan; `experts` is its model's moe_cache pool, if it has one."""
+    return PoolSizes(
+        kv=plan.kv_pages,
+        swa=plan.window.pages if plan.window else None,
+        mamba=plan.states.states if plan.states else None,
+        moe_cache=experts.size if experts else None,
+    )
+
+
 def check_target(shape: SplitShape, current: PoolSizes, target: PoolSizes) -> Split:
     """Returns what a target resolves to, in which absent pools keep their size.
 

@@ -1,15 +1,15 @@
 """The banks of a model: where loaded adapters lie on the device, and how they get there.
 
-A bank holds all places of all layers of one weight. Writing a place is a program compiled before
-READY that changes the bank in place, so that loading within the capacity compiles nothing. What a
-place holds counts only once its entries say so, which happens last.
+A bank holds all places of all layers of one weight. A place is written a few layers at a time, by
+a program compiled before READY that changes the bank in place, so that loading within the capacity
+compiles nothing. What a place holds counts only once its entries say so, which happens last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from engine.model.tensors import block_matrices, global_matrices
 
 _Key = tuple[int, str]
 _GLOBAL = -1
+# What one program writes, unless a layer alone has more.
+_PIECE_BYTES = 2 << 20
 
 
 class BanksLost(RuntimeError):
@@ -120,12 +122,14 @@ class AdapterBanks:
             (array.shape, part.shape): (array, part)
             for bank in self._banks.values()
             for array in (bank.down, bank.up)
-            for part in [_part(array, bank.count)]
+            for part in [_piece(array, bank.count)]
         }
         return [partial(self._compile, *arrays) for arrays in kinds.values()]
 
-    def write(self, place: int, content: AdapterContent) -> None:
-        """Puts an adapter that was checked against this model into a free place.
+    def write(self, place: int, content: AdapterContent) -> Iterator[int]:
+        """Puts an adapter that was checked against this model into a free place, piece by piece.
+
+        Yields the bytes of each; steps may run in between.
 
         Raises:
             BanksLost: The device failed in the middle; the banks are gone.
@@ -135,7 +139,7 @@ class AdapterBanks:
         for (key, layer), pair in placed.items():
             by_bank.setdefault(key, {})[layer] = pair
         for key, pairs in by_bank.items():
-            self._fill(key, place, pairs)
+            yield from self._fill(key, place, pairs)
         for key in self._banks:
             self._publish(key, place, by_bank.get(key, {}))
 
@@ -169,38 +173,44 @@ class AdapterBanks:
         return (run, own), self._runs[run].index(layer)
 
     def _compile(self, array: jax.Array, part: jax.ShapeDtypeStruct) -> None:
-        place = jax.ShapeDtypeStruct((), jnp.int32)
-        program = jax.jit(_write, donate_argnums=0).lower(array, part, place).compile()
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        program = jax.jit(_write, donate_argnums=0).lower(array, part, number, number).compile()
         self._programs[array.shape, part.shape] = program
 
-    def _fill(self, key: _Key, place: int, pairs: Mapping[int, Pair]) -> None:
+    def _fill(self, key: _Key, place: int, pairs: Mapping[int, Pair]) -> Iterator[int]:
+        for half in ("down", "up"):
+            array = getattr(self._banks[key], half)
+            piece = _piece(array, self._banks[key].count)
+            num_layers, step = array.shape[0], piece.shape[0]
+            for start in range(0, num_layers, step):
+                # The last piece has as many layers as the others: some are written twice.
+                first = min(start, num_layers - step)
+                part = np.zeros(piece.shape, piece.dtype)
+                for layer in range(first, first + step):
+                    if layer in pairs:
+                        self._lay(part[layer - first], key, half, pairs[layer])
+                self._write_piece(key, half, part, first, place)
+                yield part.nbytes
+
+    def _write_piece(
+        self, key: _Key, half: str, part: npt.NDArray[Any], layer: int, place: int
+    ) -> None:
         bank = self._banks[key]
-        is_embedding = f"{key[1]}.weight" == EMBEDDING
-        parts = tuple(
-            np.zeros(_part(array, bank.count).shape, array.dtype) for array in (bank.down, bank.up)
-        )
-        for layer, pair in pairs.items():
-            self._lay(parts[0][layer], pair.down, pair, is_embedding=is_embedding)
-            self._lay(parts[1][layer], pair.up, pair, is_embedding=False)
+        array = getattr(bank, half)
         try:
-            down = self._changed(bank.down, parts[0], place * bank.count)
-            up = self._changed(bank.up, parts[1], place * bank.count)
+            program = self._programs[array.shape, part.shape]
+            array = program(array, part, np.int32(layer), np.int32(place * bank.count))
         except Exception as error:
             raise BanksLost(f"writing an adapter failed: {error}") from error
-        self._banks[key] = dataclasses.replace(bank, down=down, up=up)
+        self._banks[key] = dataclasses.replace(bank, **{half: array})
 
-    def _changed(self, array: jax.Array, part: npt.NDArray[Any], first: int) -> jax.Array:
-        return self._programs[array.shape, part.shape](array, part, np.int32(first))
-
-    def _lay(
-        self, target: npt.NDArray[Any], values: npt.NDArray[Any], pair: Pair, *, is_embedding: bool
-    ) -> None:
+    def _lay(self, target: npt.NDArray[Any], key: _Key, half: str, pair: Pair) -> None:
         """Lays one half of a pair into its part of a bank, as `Bank` says, a row per expert."""
-        count = len(target)
+        values, count = getattr(pair, half), len(target)
         if self._is_native:
             raw = np.ascontiguousarray(values).view(np.uint8).reshape(count, -1)
             target.view(np.uint8)[:, : raw.shape[1]] = raw
-        elif is_embedding:
+        elif half == "down" and f"{key[1]}.weight" == EMBEDDING:
             wide = target.reshape(values.shape[0], -1)
             wide[:, : pair.rank] = as_float32(values, pair.number)
         else:
@@ -219,10 +229,13 @@ class AdapterBanks:
         )
 
 
-def _part(array: jax.Array, count: int) -> jax.ShapeDtypeStruct:
-    """One place of a bank's array, all layers."""
-    return jax.ShapeDtypeStruct((array.shape[0], count, array.shape[2]), array.dtype)
+def _piece(array: jax.Array, count: int) -> jax.ShapeDtypeStruct:
+    """One place of a few layers of a bank's array."""
+    num_layers, _, width = array.shape
+    own_bytes = count * width * array.dtype.itemsize
+    step = min(num_layers, max(1, _PIECE_BYTES // own_bytes))
+    return jax.ShapeDtypeStruct((step, count, width), array.dtype)
 
 
-def _write(array: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice(array, part, (0, first, 0))
+def _write(array: jax.Array, part: jax.Array, layer: jax.Array, first: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, (layer, first, 0))

@@ -73,7 +73,9 @@ async def test_a_loaded_adapter_is_listed_with_its_facts(tmp_path: Path) -> None
     assert list(found.targets) == [WEIGHT]
     assert len(found.content_hash) == 64
     assert (reply.max_adapters, reply.max_rank) == (2, 4)
-    assert reply.bank_bytes > 0
+    # 8 ranks, which is what programs are compiled for, of 4 + 4 float32, an entry and a factor.
+    assert reply.place_bytes == 8 * 8 * 4 + 8
+    assert (reply.bank_bytes, reply.free_bytes) == (2 * reply.place_bytes, reply.place_bytes)
     assert len(metrics) == 1
 
 
@@ -145,7 +147,7 @@ async def test_unloading_waits_for_users_within_the_deadline(tmp_path: Path) -> 
         in_use = await late
         patient = asyncio.ensure_future(it.lora.UnloadAdapter(unload))
         gate.open()
-        assert (await patient).freed_bytes == 64
+        assert (await patient).freed_bytes == 264
         await running
         refused = await busy
         assert not (await listed(it)).adapters
@@ -155,6 +157,31 @@ async def test_unloading_waits_for_users_within_the_deadline(tmp_path: Path) -> 
         assert failed.metadata == {"adapterId": "0", "activeRequests": "1"}
         assert failed.retry_s is not None
     assert (again.code, again.reason) == (Code.NOT_FOUND, "NO_SUCH_ADAPTER")
+
+
+async def test_who_comes_while_an_unload_waits_finds_the_adapter_gone(tmp_path: Path) -> None:
+    """Else a stream of users could hold an unload up for ever."""
+    gate = StepGate()
+    async with with_folder(tmp_path, runner=gated_runner(gate)) as it:
+        await load(it, "a")
+        request = GenerateRequest(text="x", max_tokens=100, ignore_eos=True)
+        running = asyncio.ensure_future(it.collect(request))
+        await gate.arrival()
+        wish = lora_pb2.UnloadAdapterRequest(adapter_id=0)
+        unload = asyncio.ensure_future(it.lora.UnloadAdapter(wish))
+        while not (await listed(it)).adapters[0].is_unloading:
+            gate.step()
+            await gate.arrival()
+        server = asyncio.ensure_future(it.collect(GenerateRequest(text="y", max_tokens=3)))
+        named = GenerateRequest(text="z", max_tokens=3, adapters=scales((0, 1.0)))
+        late = asyncio.ensure_future(failure(it.collect(named)))
+        gate.open()
+        await unload
+        first, second = await running, await server
+        refused = await late
+    assert list(first[0].started.adapters.scales) == list(scales((0, 1.0)).scales)
+    assert not second[0].started.adapters.scales
+    assert (refused.code, refused.reason) == (Code.NOT_FOUND, "NO_SUCH_ADAPTER")
 
 
 async def test_a_name_is_one_content_and_ids_are_new(tmp_path: Path) -> None:
@@ -169,12 +196,19 @@ async def test_a_name_is_one_content_and_ids_are_new(tmp_path: Path) -> None:
 
 
 async def test_no_room(tmp_path: Path) -> None:
+    """The arithmetic comes before the file: one that cannot be read is refused for the same."""
     async with with_folder(tmp_path, num_adapters=1) as it:
         await load(it, "a")
+        (tmp_path / "b.gguf").unlink()
         failed = await failure(load(it, "b"))
-        assert len((await listed(it)).adapters) == 1
+        assert (reply := await listed(it)).free_bytes == 0
+        again = await load(it, "a")
+        await it.lora.UnloadAdapter(lora_pb2.UnloadAdapterRequest(adapter_id=0))
+        assert (await listed(it)).free_bytes == reply.place_bytes
+        assert (await load(it, "c")).id == 1
+    assert list(reply.adapters) == [again]
     assert (failed.code, failed.reason) == (Code.RESOURCE_EXHAUSTED, "ADAPTER_ROOM")
-    assert failed.metadata == {"neededBytes": "64", "freeBytes": "0", "maxAdapters": "1"}
+    assert failed.metadata == {"neededBytes": "264", "freeBytes": "0", "maxAdapters": "1"}
 
 
 @pytest.mark.parametrize("path", ["../a.gguf", "/etc/passwd", "out", "."])

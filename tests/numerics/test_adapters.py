@@ -24,7 +24,7 @@ from tests.adapters import EMBEDDING, TinyAdapter, adapter_pairs, factor, write_
 from tests.families import FAMILIES, write_family
 from tests.ggufs import TinyLlama, write_llama
 from tests.numerics.reference import ReferenceDecoder
-from tests.runners import Lane, decode, logprobs, open_runner, prefill
+from tests.runners import Lane, decode, logprobs, open_runner, prefill, write_whole
 
 TOLERANCE = 1e-4
 ORDER_TOLERANCE = 2e-5
@@ -77,13 +77,14 @@ def open_case(path: Path, folder: Path, targets: Sequence[str], **options: Any) 
     ]
     model = TargetModel(spec.architecture, spec.vocab_size, shapes)
     capacity = replace(CAPACITY, has_experts=any(len(shapes[name]) > 2 for name in named))
-    runner = open_runner(path, max_rows=MAX_ROWS, adapters=capacity, **options)
+    layout: dict[str, Any] = {"max_rows": MAX_ROWS, "adapters": capacity}
+    runner = open_runner(path, **layout | options)
     runner.warm_up()
     contents: list[AdapterContent] = []
     for place, (adapter, own) in enumerate(adapters):
         file_path = write_adapter(folder / f"{place}.gguf", adapter, shapes, own)
         contents.append(read_adapter(file_path, model, CAPACITY.rank))
-        runner.write_adapter(place, contents[-1])
+        write_whole(runner, place, contents[-1])
     return Case(runner, path, shapes, adapters, contents)
 
 
@@ -192,11 +193,11 @@ def test_the_base_stays_quantised(tmp_path: Path) -> None:
 def test_a_place_is_written_and_cleared_without_a_compile(case: Case) -> None:
     tokens, runner = prompt(30), case.runner
     before = runner.compiles
-    runner.write_adapter(0, case.contents[1])
+    write_whole(runner, 0, case.contents[1])
     swapped = follow(runner, tokens, ((0, 0.5),), num_prefill=29)
     runner.clear_adapter(0)
     cleared = follow(runner, tokens, ((0, 0.5),), num_prefill=29)
-    runner.write_adapter(0, case.contents[0])
+    write_whole(runner, 0, case.contents[0])
     back = follow(runner, tokens, ((0, 0.5),), num_prefill=29)
     assert runner.compiles == before
     second = case.reference(((1, 0.5),)).logprobs(tokens)[28:]

@@ -22,7 +22,7 @@ from tests.numerics.test_adapters import (
     open_case,
     prompt,
 )
-from tests.runners import decode, prefill
+from tests.runners import decode, prefill, write_whole
 
 pytestmark = requires_native
 
@@ -91,9 +91,9 @@ def test_the_place_of_an_adapter_changes_no_bit(quantised: Case) -> None:
     tokens = prompt(30)
     before = bits(prefill(quantised.runner, lane(((0, 0.5), (1, 1.0))), tokens, 32))
     first, second = quantised.contents[:2]
-    quantised.runner.write_adapter(0, second)
-    quantised.runner.write_adapter(1, first)
+    write_whole(quantised.runner, 0, second)
+    write_whole(quantised.runner, 1, first)
     moved = bits(prefill(quantised.runner, lane(((1, 0.5), (0, 1.0))), tokens, 32))
-    quantised.runner.write_adapter(0, first)
-    quantised.runner.write_adapter(1, second)
+    write_whole(quantised.runner, 0, first)
+    write_whole(quantised.runner, 1, second)
     np.testing.assert_array_equal(moved, before)

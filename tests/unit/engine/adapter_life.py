@@ -18,6 +18,8 @@ from engine.types import AdapterScale, Request, Snapshot, Started
 from tests.fakes import FakeRunner, set_number
 
 _SCALES = (0.0, -0.0, 1.0, 0.5, -2.0, 1e-60)
+# Of the fake's only weight, 4x4, at 8 ranks: float32, an entry and a factor.
+PLACE_BYTES = 8 * 8 * 4 + 8
 
 
 def content(seed: int, *invocation: int) -> AdapterContent:
@@ -40,6 +42,7 @@ class AdapterLife:
         self.server: dict[int, float] = {}
         self.seen: Counter[str] = Counter()
         self._waiting: list[Future[Any]] = []
+        self._unloads: list[tuple[int, Future[int]]] = []
 
     # Commands.
 
@@ -106,11 +109,12 @@ class AdapterLife:
             done.cancel()
         done.add_done_callback(lambda one: self._unloaded(one, adapter_id))
         self._waiting.append(done)
+        self._unloads.append((adapter_id, done))
 
     def _unloaded(self, done: Future[int], adapter_id: int) -> None:
         if self._has_failed(done, "unload"):
             return
-        assert done.result() == self._contents[0].facts.nbytes
+        assert done.result() == PLACE_BYTES
         del self.server[adapter_id]
         self.seen["unloaded"] += 1
 
@@ -134,10 +138,13 @@ class AdapterLife:
 
     # Judgement.
 
-    def check_started(self, request: Request, started: Started) -> None:
+    def check_started(self, request: Request, started: Started, now: Snapshot) -> None:
         """The echo is the set in force at admission: of the request, else of the server."""
+        leaving = {one.adapter_id for one in now.adapters if one.is_leaving}
+        assert not leaving.intersection(e.adapter_id for e in request.adapters or ())
         if request.adapters is None:
-            chosen = dict(self.server)
+            chosen = {one: scale for one, scale in self.server.items() if one not in leaving}
+            self.seen["fenced"] += len(chosen) < len(self.server)
         else:
             chosen = {e.adapter_id: float(np.float32(e.scale)) for e in request.adapters}
         expected = {one: scale for one, scale in chosen.items() if scale}
@@ -164,6 +171,9 @@ class AdapterLife:
         assert {one.adapter_id: one.scale for one in now.adapters} == self.server
         held = sorted(self.digests[one] for one in self.server)
         assert sorted(runner.places.values()) == held, "a place leaked"
+        self._unloads = [(one, done) for one, done in self._unloads if not done.done()]
+        waiting = {adapter_id for adapter_id, _ in self._unloads}
+        assert {one.adapter_id for one in now.adapters if one.is_leaving} == waiting
         for one in now.adapters:
             users = (e for s in running for e in s.adapters if e.adapter_id == one.adapter_id)
             assert one.active_requests == len(list(users))

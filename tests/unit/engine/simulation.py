@@ -110,6 +110,7 @@ class Simulation:
         self.runner = fitting_runner(self.plan)
         self.runner.max_decodes = self.rng.randint(1, self.config.num_slots)
         self.runner.max_chunk = self.rng.choice([4, 16, 64])
+        self.runner.piece_bytes = self.rng.choice([1, 3 << 20])
         self.engine = fake_engine(
             self._on_events,
             config=self.config,
@@ -341,7 +342,7 @@ class Simulation:
         assert life.started is None, "a request started twice"
         life.started = started
         request = life.request
-        self.adapters.check_started(request, started)
+        self.adapters.check_started(request, started, self.engine.snapshot())
         if request.slot_id is not None:
             assert started.slot_id == request.slot_id
         assert started.cached_tokens <= max(0, len(request.prompt) - 1)

@@ -269,6 +269,23 @@ DAMAGED = {
     "huge": (head({"a": ENTRY | {"shape": [2**47, 2**47, 2**47]}}), "a bad length"),
     "boolean": (head({"a": ENTRY | {"shape": [True]}}) + bytes(4), "a bad shape"),
     "no entry": (head({"a": 7}), "type 'None'"),
+    "trailing": (head({"a": ENTRY}) + bytes(5), "has 1 bytes behind its tensors"),
+    "a hole": (
+        head({"a": ENTRY | {"data_offsets": [4, 8]}}) + bytes(8),
+        "tensor 'a' begins behind a hole",
+    ),
+    "overlap": (
+        head({"a": ENTRY, "b": ENTRY | {"shape": [2], "data_offsets": [0, 8]}}) + bytes(8),
+        "tensor 'b' overlaps another",
+    ),
+    "twice": (
+        struct.pack("<Q", 17) + b'{"a":{}, "a": {}}',
+        "has a head with two entries of 'a'",
+    ),
+    "large": (
+        struct.pack("<Q", 2**21 + 1) + b"[" + b"[]," * 699050 + b"[]]",
+        "a head of 2097153 bytes",
+    ),
 }
 
 
