@@ -288,8 +288,9 @@ def _runner_config(
 
 def _state_layout(runner: JaxRunner, plan: MemoryPlan) -> StateLayout:
     window = runner.page_layout(PoolKind.SWA) if plan.window else None
+    window_tokens = plan.window.window if plan.window else 0
     return StateLayout.of(
-        runner.page_layout(PoolKind.KV), window, plan.window.window if plan.window else 0
+        runner.page_layout(PoolKind.KV), window, window_tokens, runner.state_layout
     )
 
 

@@ -329,7 +329,12 @@ class Scheduler:
         reserve = self._room.admission_tokens(request, len(tokens))
         shelf = None
         if request.is_warming:
-            shelf = Shelf.of(slot, self._table)
+            try:
+                shelf = Shelf.of(slot, self._table, self._parts.runner)
+            except Exception as error:
+                self._refuse(arrival, self._as_engine_error(error))
+                self._empty_if_lost(error)
+                return True
             found = self._prefixes.find(slot, root, request, tokens, limit=adapters.prefix_limit)
         reuse = self._room.fit(slot, found, num_tokens=reserve)
         if reuse is None and shelf is not None:

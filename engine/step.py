@@ -319,6 +319,10 @@ class StateStore(Protocol):
         ...
 
 
+class DeviceStore(PageStore, StateStore, Protocol):
+    """All that sequences hold on the device, as content."""
+
+
 @dataclass(frozen=True)
 class DeviceSizes:
     """Usable pages of the kv and the swa pool and states of the mamba pool, 0 where there is none."""
@@ -372,7 +376,7 @@ class Resizable(Protocol):
         ...
 
 
-class Runner(PageStore, StateStore, Resizable, Protocol):
+class Runner(DeviceStore, Resizable, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""
 
     @property

@@ -216,14 +216,16 @@ class FakeRead:
         return self.host
 
 
-@dataclass(frozen=True)
 class FakeStateRead:
-    """A state that is on the host already."""
+    """A state in flight: the host's array is zeros until `wait` copies it."""
 
-    content: StateContent
+    def __init__(self, conv: FloatArray) -> None:
+        self._conv = conv
+        self.host = StateContent(np.zeros_like(conv), None)
 
     def wait(self) -> StateContent:
-        return self.content
+        np.copyto(self.host.conv, self._conv)
+        return self.host
 
 
 @dataclass(frozen=True)
@@ -317,28 +319,34 @@ class FakeRunner:
     def read_state(self, state_id: int) -> FakeStateRead:
         history = self._states[self._checked_state(state_id)]
         assert history is not None, "a state was read that was never written"
+        self._fail_state(None)
         tokens = np.full(_STATE_TOKENS, _UNWRITTEN)
         tokens[: len(history)] = history
         # In two halves, because tokens under a set of adapters are larger than f32 can hold.
         halves = np.stack([tokens >> _HALF_BITS, tokens & ((1 << _HALF_BITS) - 1)])
-        return FakeStateRead(StateContent(halves[None].astype(np.float32), None))
+        return FakeStateRead(halves[None].astype(np.float32))
 
     def write_state(self, state_id: int, content: StateContent) -> None:
         high, low = content.conv[0].astype(int)
         tokens = ((high << _HALF_BITS) | low).tolist()
         history = tuple(token for token in tokens if token != _UNWRITTEN)
-        self._states[self._checked_state(state_id)] = history
+        self._fail_state(self._checked_state(state_id))
+        self._states[state_id] = history
 
     def copy_state(self, source: int, target: int) -> None:
         assert self._states[self._checked_state(source)] is not None, "nothing is there to copy"
-        self._checked_state(target)
-        error, self.fail_transfer_with = self.fail_transfer_with, None
-        if error is not None:
-            self._states[target] = None
-            if isinstance(error, PoolLost):
-                self._forget()
-            raise error
+        self._fail_state(self._checked_state(target))
         self._states[target] = self._states[source]
+
+    def _fail_state(self, changed: int | None) -> None:
+        error, self.fail_transfer_with = self.fail_transfer_with, None
+        if error is None:
+            return
+        if isinstance(error, PoolLost):
+            self._forget()
+        if changed is not None:
+            self._states[changed] = None
+        raise error
 
     def _checked_state(self, state_id: int) -> int:
         assert 1 <= state_id <= self.num_states, state_id

@@ -184,28 +184,30 @@ def write_family(
     keys = {f"{model.architecture}.{name}": value for name, value in _keys(model).items()}
     present = {name: value for name, value in keys.items() if value is not None}
     if has_tokenizer:
-        present |= _TOKENIZER
+        present |= byte_tokenizer(VOCAB)
     tensors = family_tensors(model) | dict(extra or {})
     stored = {name: (values, Type.F32) for name, values in tensors.items()}
     return write_gguf(path, present, stored, architecture=model.architecture)
 
 
-# SentencePiece: specials, the bytes, and words that nothing is merged into.
-_TOKENIZER: dict[str, Any] = {
-    "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *(f"word{index}" for index in range(VOCAB - 259)),
-    ],
-    "tokenizer.ggml.scores": [0.0] * VOCAB,
-    "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (VOCAB - 259)],
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.ggml.unknown_token_id": 0,
-}
+def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
+    """SentencePiece: specials, the bytes, and words that nothing is merged into; at least 259."""
+    num_words = vocab_size - 259
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            *(f"word{index}" for index in range(num_words)),
+        ],
+        "tokenizer.ggml.scores": [0.0] * vocab_size,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * num_words],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
 
 
 def _keys(model: TinyModel) -> dict[str, Any]:

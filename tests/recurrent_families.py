@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from tests.families import byte_tokenizer
 from tests.ggufs import FloatArray, write_gguf
 
-WIDTH, HIDDEN, VOCAB, CONTEXT = 48, 40, 200, 512
+WIDTH, HIDDEN, VOCAB, CONTEXT = 48, 40, 260, 512
 EXPERTS = 4
 
 _ATTENTION = {
@@ -93,8 +94,8 @@ FAMILIES: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
 }
 
 
-def write_recurrent(path: Path, name: str) -> Path:
-    """Writes a family's model without a tokenizer."""
+def write_recurrent(path: Path, name: str, *, has_tokenizer: bool = False) -> Path:
+    """Writes a family's model."""
     keys, mixers = FAMILIES[name]
     num_unused = keys.get("nextn_predict_layers", 0)
     given = {
@@ -113,7 +114,10 @@ def write_recurrent(path: Path, name: str) -> Path:
     for layer in range(len(mixers), len(mixers) + num_unused):
         tensors[f"blk.{layer}.nextn.eh_proj.weight"] = _matrix(rng, WIDTH, 2 * WIDTH)
     stored = {own: (values, Type.F32) for own, values in tensors.items()}
-    return write_gguf(path, {f"{name}.{k}": v for k, v in given.items()}, stored, architecture=name)
+    present = {f"{name}.{key}": value for key, value in given.items()}
+    if has_tokenizer:
+        present |= byte_tokenizer(VOCAB)
+    return write_gguf(path, present, stored, architecture=name)
 
 
 def _matrix(rng: np.random.Generator, *shape: int) -> FloatArray:

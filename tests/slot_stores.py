@@ -18,7 +18,7 @@ from engine.slots.fingerprint import Traits, WeightsDigest
 from engine.slots.identity import Identity, ModelSource
 from engine.slots.state_layout import StateLayout
 from engine.slots.store import SlotStore
-from engine.step import PageStore
+from engine.step import DeviceStore
 from engine.types import PoolKind
 from tests.fakes import FakeTokenizer
 
@@ -31,11 +31,11 @@ class _FakeIdentity(Identity):
 
 
 def fake_identity(
-    runner: PageStore, *, window: int | None = None, weights: str = "fake", is_ready: bool = True
+    runner: DeviceStore, *, window: int | None = None, weights: str = "fake", is_ready: bool = True
 ) -> Identity:
     """The identity of a model that has no file; `weights` tells such models apart."""
     swa = None if window is None else runner.page_layout(PoolKind.SWA)
-    layout = StateLayout.of(runner.page_layout(PoolKind.KV), swa, window or 0)
+    layout = StateLayout.of(runner.page_layout(PoolKind.KV), swa, window or 0, runner.state_layout)
     identity = _FakeIdentity(
         Traits(layout, rope="none", tokenizer="fake", sampled="sample"),
         WeightsDigest(structure=weights, tokenizer="fake", sampled="sample"),
@@ -47,7 +47,7 @@ def fake_identity(
     return identity
 
 
-def fake_store(root: Path, runner: PageStore, plan: MemoryPlan, **identity: Any) -> SlotStore:
+def fake_store(root: Path, runner: DeviceStore, plan: MemoryPlan, **identity: Any) -> SlotStore:
     """A store for an engine on this runner."""
     window = plan.window.window if plan.window else None
     return SlotStore(

@@ -87,8 +87,11 @@ class Checkpoints:
         return self._windows.num_free >= num_free
 
     def drop_oldest_state(self) -> bool:
-        """Drops the oldest checkpoint that has a snapshot; False if none has."""
-        oldest = next((each for each in self._all if each.state_id), None)
+        """Drops the oldest checkpoint of a listed page that has a snapshot; False if none has.
+
+        One that no page lists is somebody's only state, and stays.
+        """
+        oldest = next((each for each in self._all if each.state_id and each.owner), None)
         if oldest is None:
             return False
         oldest.drop()

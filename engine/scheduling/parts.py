@@ -12,7 +12,7 @@ from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.prefix_index import PrefixRoot
 from engine.model.scoring import ScoringHead
-from engine.scheduling.transfers import TransferParts
+from engine.scheduling.restoring import TransferParts
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.manifest import AdapterMark
 from engine.step import Runner

@@ -1,7 +1,7 @@
 """The file side of saving and restoring a slot, on a thread of its own.
 
-Pages are the engine thread's: it is asked for them piece by piece, a few ahead, so that disk, hash
-and device work at the same time and the whole state is never in host memory. Knows files, and
+Pages and states are the engine thread's: it is asked for them piece by piece, a few ahead, so that
+disk, hash and device work at the same time and the whole is never in host memory. Knows files, and
 pages only as functions that it is given.
 """
 
@@ -20,7 +20,7 @@ from engine.slots.fingerprint import Traits
 from engine.slots.folder import SlotFolder
 from engine.slots.manifest import Manifest
 from engine.slots.reader import Acceptance, VerifiedSlot, open_slot
-from engine.slots.state_layout import Piece
+from engine.slots.state_layout import Content, Piece
 from engine.slots.writer import SlotWriter
 from engine.step import PageContent, PageRead
 
@@ -54,17 +54,26 @@ class RestoreOrder:
     accepted: Acceptance
 
 
+class Gathered(Protocol):
+    """What a piece holds, on its way to the host."""
+
+    def wait(self) -> Content:
+        """Returns it; raises whatever the device raises."""
+        ...
+
+
 @dataclass(frozen=True)
-class Gathered:
-    """Whole pages on their way to the host, of which the first `skip` tokens are not wanted."""
+class GatheredPages:
+    """Whole pages, of which `num_tokens` tokens behind the first `skip` are wanted."""
 
     reads: Sequence[PageRead]
     skip: int
+    num_tokens: int
 
-    def wait(self, num_tokens: int) -> PageContent:
+    def wait(self) -> PageContent:
         """Returns the wanted tokens."""
         contents = [read.wait() for read in self.reads]
-        wanted = slice(self.skip, self.skip + num_tokens)
+        wanted = slice(self.skip, self.skip + self.num_tokens)
         return PageContent(
             _joined([content.keys for content in contents])[:, wanted],
             _joined([content.values for content in contents])[:, wanted],
@@ -76,7 +85,7 @@ class TransferStopped(Exception):
 
 
 class RestoreTarget(Protocol):
-    """The engine's side of a restore: pages that nothing refers to until `commit`."""
+    """The engine's side of a restore: what nothing refers to until `commit`."""
 
     def reserve(self, slot: VerifiedSlot, *, may_evict: bool) -> Future[bool]:
         """Takes pages for all of the state; False if that needs others to lose theirs.
@@ -85,8 +94,8 @@ class RestoreTarget(Protocol):
         """
         ...
 
-    def fill(self, piece: Piece, content: PageContent) -> Future[None]:
-        """Writes a piece into the reserved pages."""
+    def fill(self, piece: Piece, content: Content) -> Future[None]:
+        """Writes a piece into the reserved pages, or keeps a state until the end."""
         ...
 
 
@@ -113,7 +122,7 @@ def save(
     with SlotWriter.open(order.folder, order.filename, manifest, tokens) as writer:
         for piece, gathered in _ahead(manifest.pieces, gather):
             _check_stop(is_stopped)
-            writer.add(piece, gathered.wait(piece.span.num_tokens))
+            writer.add(piece, gathered.wait())
         _check_stop(is_stopped)
         return writer.publish()
 

@@ -143,10 +143,14 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _layers(layout: StateLayout) -> str:
-    if layout.window is None:
-        return f"{layout.full.num_layers}"
-    window = f"{layout.window.num_layers} of window {layout.window_tokens}"
-    return f"{layout.full.num_layers} and {window}"
+    kinds = [f"{layout.full.num_layers}"]
+    if layout.window is not None:
+        kinds.append(f"{layout.window.num_layers} of window {layout.window_tokens}")
+    state = layout.recurrent
+    if state is not None:
+        shapes = " and ".join(str(shape) for shape in (state.conv, state.matrix) if shape)
+        kinds.append(f"{state.num_layers} of state {shapes}")
+    return " and ".join(kinds)
 
 
 def _each(layout: StateLayout, show: Callable[[LayerGroup], str]) -> str:

@@ -18,20 +18,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
+import numpy as np
+
 from engine.slots.errors import SlotFileMismatch
 from engine.slots.fingerprint import Traits
 from engine.slots.sequence_head import MAX_TOKENS, packed_bytes
 from engine.slots.state_layout import (
     PIECE_TOKENS,
     LayerGroup,
+    Mark,
     Piece,
+    RecurrentLayout,
     StateLayout,
-    WindowMark,
+    Tensor,
     are_marks,
     pieces_of,
 )
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+# Version 1 could not hold the state of recurrent layers, and is read for models without.
+_FIRST_VERSION = "1"
+_VERSIONS = (_FIRST_VERSION, SCHEMA_VERSION)
 LENGTH_BYTES = 8
 TOKENS = "tokens"
 _FORMAT = "kvarts.slot"
@@ -39,11 +46,13 @@ _ALIGNMENT = 64
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LENGTH = struct.Struct("<Q")
-_KV_NAMES = {"f16": "F16", "f32": "F32"}
-# What a header may take: its fixed part, and the lines of the two tensors of each piece.
+_KV_TYPES = ("f16", "f32")
+_DTYPE_NAMES = {np.dtype("<i4"): "I32", np.dtype("<f2"): "F16", np.dtype("<f4"): "F32"}
+# What a header may take: its fixed part with all states, and the lines of each piece's two tensors.
 _FIXED_BYTES = 64 << 10
 _PIECE_BYTES = 1024
 _MAX_SIDE = 1 << 24
+_MAX_RANK = 4
 _MAX_TEXT = 16 << 10
 _TEXTS = ("fingerprint", "rope", "tokenizer", "sampled", "model_name", "tenant")
 
@@ -64,8 +73,8 @@ class AdapterMark:
 class Manifest:
     """Everything about a saved state but its tokens, keys and values.
 
-    `marks` say where sliding-window layers can be continued, by rising position; a model without
-    them has none. Tokens from `moved_from` on were moved by a context shift (None: none was).
+    `marks` say where layers with a window or a state can be continued, by rising position; a model
+    without them has none. Tokens from `moved_from` on were moved by a context shift (None: none was).
     `tenant` owns the state, `model_name` is for people. `digests` are SHA-256 by tensor, hex; empty
     until they are known.
     """
@@ -76,7 +85,7 @@ class Manifest:
     model_name: str
     tenant: str
     num_tokens: int
-    marks: tuple[WindowMark, ...]
+    marks: tuple[Mark, ...]
     moved_from: int | None
     digests: Mapping[str, str]
 
@@ -90,9 +99,7 @@ class Manifest:
 class TensorPlace:
     """A tensor of the body: its place counts from the end of the header."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    tensor: Tensor
     start: int
     end: int
 
@@ -101,19 +108,19 @@ def places_of(manifest: Manifest) -> tuple[TensorPlace, ...]:
     """Returns the tensors in file order: without holes, the tokens first."""
     found: list[TensorPlace] = []
     start = 0
-    for name, dtype, shape, num_bytes in _tensors(manifest):
-        found.append(TensorPlace(name, dtype, shape, start, start + num_bytes))
-        start += num_bytes
+    for tensor in _tensors(manifest):
+        found.append(TensorPlace(tensor, start, start + tensor.nbytes))
+        start += tensor.nbytes
     return tuple(found)
 
 
-def encode_header(manifest: Manifest) -> bytes:
+def encode_header(manifest: Manifest, version: str = SCHEMA_VERSION) -> bytes:
     """Returns the length and the header, padded so that the body of a new file is aligned.
 
     Digests that are not known yet take the same room as known ones.
     """
-    text = _render(manifest, _NO_DIGEST)
-    text = _render(manifest, hashlib.sha256(text).hexdigest())
+    text = _render(manifest, version, _NO_DIGEST)
+    text = _render(manifest, version, hashlib.sha256(text).hexdigest())
     before = packed_bytes(manifest.num_tokens) + LENGTH_BYTES
     padding = -(before + len(text)) % _ALIGNMENT
     return _LENGTH.pack(len(text) + padding) + text + b" " * padding
@@ -149,30 +156,26 @@ def decode_header(data: bytes, num_tokens: int) -> Manifest:
     _check_sum(data, metadata)
     if metadata.get("format") != _FORMAT:
         raise ManifestError(f"the format is not {_FORMAT}")
-    if metadata.get("version") != SCHEMA_VERSION:
-        raise SlotFileMismatch("version", SCHEMA_VERSION, metadata.get("version", "none")[:32])
-    manifest = _manifest(metadata, num_tokens)
-    if encode_header(manifest)[LENGTH_BYTES:] != data:
+    version = metadata.get("version", "none")
+    if version not in _VERSIONS:
+        raise SlotFileMismatch("version", " or ".join(_VERSIONS), version[:32])
+    manifest = _manifest(metadata, num_tokens, version)
+    if encode_header(manifest, version)[LENGTH_BYTES:] != data:
         raise ManifestError("the header is not what its values give")
     return manifest
 
 
-def _tensors(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    layout = manifest.traits.layout
-    yield TOKENS, "I32", (manifest.num_tokens,), 4 * manifest.num_tokens
+def _tensors(manifest: Manifest) -> Iterator[Tensor]:
+    yield Tensor(TOKENS, np.dtype("<i4"), (manifest.num_tokens,))
     for piece in manifest.pieces:
-        for name, shape in zip(piece.names, piece.shapes(layout), strict=True):
-            num_bytes = layout.dtype.itemsize
-            for side in shape:
-                num_bytes *= side
-            yield name, _KV_NAMES[layout.kv_type], shape, num_bytes
+        yield from piece.tensors(manifest.traits.layout)
 
 
-def _render(manifest: Manifest, checksum: str) -> bytes:
+def _render(manifest: Manifest, version: str, checksum: str) -> bytes:
     layout = manifest.traits.layout
     metadata: dict[str, str] = {
         "format": _FORMAT,
-        "version": SCHEMA_VERSION,
+        "version": version,
         "checksum": checksum,
         "fingerprint": manifest.fingerprint,
         "rope": manifest.traits.rope,
@@ -189,12 +192,15 @@ def _render(manifest: Manifest, checksum: str) -> bytes:
         "marks": _json([[mark.lowest, mark.position] for mark in manifest.marks]),
         "moved_from": "" if manifest.moved_from is None else str(manifest.moved_from),
     }
+    if version != _FIRST_VERSION:
+        metadata["recurrent"] = _recurrent_text(layout.recurrent)
     tensors: dict[str, object] = {}
     for place in places_of(manifest):
-        metadata[f"sha256:{place.name}"] = manifest.digests.get(place.name, _NO_DIGEST)
-        tensors[place.name] = {
-            "dtype": place.dtype,
-            "shape": place.shape,
+        tensor = place.tensor
+        metadata[f"sha256:{tensor.name}"] = manifest.digests.get(tensor.name, _NO_DIGEST)
+        tensors[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": tensor.shape,
             "data_offsets": [place.start, place.end],
         }
     return _json({"__metadata__": metadata, **tensors}).encode("ascii")
@@ -206,6 +212,10 @@ def _json(value: object) -> str:
 
 def _sides(group: LayerGroup) -> list[int]:
     return list(asdict(group).values())
+
+
+def _recurrent_text(layout: RecurrentLayout | None) -> str:
+    return "" if layout is None else _json([layout.num_layers, layout.conv, layout.matrix])
 
 
 def _metadata(document: Any) -> dict[str, str]:
@@ -230,14 +240,12 @@ def _check_sum(data: bytes, metadata: Mapping[str, str]) -> None:
         raise ManifestError("the header's checksum is wrong")
 
 
-def _manifest(metadata: Mapping[str, str], num_tokens: int) -> Manifest:
+def _manifest(metadata: Mapping[str, str], num_tokens: int, version: str) -> Manifest:
     if _integer(metadata, "num_tokens", MAX_TOKENS) != num_tokens:
         raise ManifestError(f"the head has {num_tokens} tokens, the header another number")
     texts = {name: _text(metadata, name) for name in _TEXTS}
-    layout = _layout(metadata)
-    marks = _marks(metadata, num_tokens)
-    if marks and layout.window is None:
-        raise ManifestError("marks of windows without window layers")
+    layout = _layout(metadata, version)
+    marks = _marks(metadata, layout, num_tokens)
     is_moved = bool(_text(metadata, "moved_from"))
     manifest = Manifest(
         fingerprint=texts["fingerprint"],
@@ -250,8 +258,8 @@ def _manifest(metadata: Mapping[str, str], num_tokens: int) -> Manifest:
         moved_from=_integer(metadata, "moved_from", num_tokens) if is_moved else None,
         digests={},
     )
-    digests = {place.name: _digest(metadata, place.name) for place in places_of(manifest)}
-    return replace(manifest, digests=digests)
+    names = [tensor.name for tensor in _tensors(manifest)]
+    return replace(manifest, digests={name: _digest(metadata, name) for name in names})
 
 
 def _text(metadata: Mapping[str, str], name: str) -> str:
@@ -294,14 +302,35 @@ def _listed(metadata: Mapping[str, str], name: str) -> list[Any]:
     return cast("list[Any]", value)
 
 
-def _layout(metadata: Mapping[str, str]) -> StateLayout:
+def _layout(metadata: Mapping[str, str], version: str) -> StateLayout:
     kv_type = _text(metadata, "kv_type")
-    if kv_type not in _KV_NAMES:
+    if kv_type not in _KV_TYPES:
         raise ManifestError(f"the type of keys and values is {kv_type[:32]!r}")
     full = _group(metadata, "full")
     window = _group(metadata, "window") if _text(metadata, "window") else None
     window_tokens = _integer(metadata, "window_tokens", MAX_TOKENS)
-    return StateLayout(full, window, window_tokens, kv_type)
+    recurrent = None if version == _FIRST_VERSION else _recurrent(metadata)
+    return StateLayout(full, window, window_tokens, kv_type, recurrent)
+
+
+def _recurrent(metadata: Mapping[str, str]) -> RecurrentLayout | None:
+    if not _text(metadata, "recurrent"):
+        return None
+    parts = _listed(metadata, "recurrent")
+    if len(parts) != 3:
+        raise ManifestError(f"the metadata's recurrent has {len(parts)} parts, expected 3")
+    (num_layers,) = _integers(parts[:1], "recurrent")
+    conv, matrix = (None if part is None else _shape(part) for part in parts[1:])
+    if conv is None:
+        raise ManifestError("the metadata's recurrent has no convolution")
+    return RecurrentLayout(num_layers, conv, matrix)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    sides = _integers(value, "recurrent")
+    if not 1 <= len(sides) <= _MAX_RANK:
+        raise ManifestError(f"the metadata's recurrent has {len(sides)} sides, expected 1 to 4")
+    return tuple(sides)
 
 
 def _group(metadata: Mapping[str, str], name: str) -> LayerGroup:
@@ -311,13 +340,13 @@ def _group(metadata: Mapping[str, str], name: str) -> LayerGroup:
     return LayerGroup(*sides)
 
 
-def _marks(metadata: Mapping[str, str], num_tokens: int) -> tuple[WindowMark, ...]:
+def _marks(metadata: Mapping[str, str], layout: StateLayout, num_tokens: int) -> tuple[Mark, ...]:
     pairs = [_integers(pair, "marks", MAX_TOKENS) for pair in _listed(metadata, "marks")]
     if any(len(pair) != 2 for pair in pairs):
         raise ManifestError("the metadata's marks are no pairs")
-    marks = tuple(WindowMark(lowest, position) for lowest, position in pairs)
-    if not are_marks(marks, num_tokens):
-        raise ManifestError("the metadata's marks do not rise, or lie outside the tokens")
+    marks = tuple(Mark(lowest, position) for lowest, position in pairs)
+    if not are_marks(layout, marks, num_tokens):
+        raise ManifestError("the metadata's marks do not rise to the last token, or are not needed")
     return marks
 
 

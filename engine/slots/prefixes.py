@@ -276,7 +276,7 @@ class Prefixes:
 
         Raises whatever the device raises; then nothing is kept.
         """
-        checkpoint = self._table.snapshot(slot)
+        checkpoint = self._table.snapshot(slot, len(slot.tokens))
         if checkpoint is None:
             return
         try:

@@ -1,8 +1,8 @@
 """Reads slot files: from bytes that anybody may have written to state that a pool may take.
 
-`open_slot` proves that a file is whole in all but its keys and values, and yields an
+`open_slot` proves that a file is whole in all but its keys, values and states, and yields an
 `UnverifiedSlot`, which tells no more than a refusal needs. Only `verify` makes a `VerifiedSlot` of
-it, and only that hands out keys and values, each piece after its hash was right. Nothing that a
+it, and only that hands these out, each piece after its hash was right. Nothing that a
 file claims is allocated before the file is known to be long enough to hold it.
 """
 
@@ -38,8 +38,7 @@ from engine.slots.manifest import (
     read_header_length,
 )
 from engine.slots.sequence_head import HEAD_BYTES, HeadError, read_length, unpack_tokens
-from engine.slots.state_layout import Piece
-from engine.step import PageContent
+from engine.slots.state_layout import Content, Piece, Tensor, content_of
 from engine.types import AdapterScale
 
 Bytes = npt.NDArray[np.uint8]
@@ -147,26 +146,22 @@ class VerifiedSlot:
         self._manifest = manifest
         self._body = body
 
-    def read(self, piece: Piece) -> PageContent:
-        """Reads the keys and values of a piece and checks their hashes.
+    def read(self, piece: Piece) -> Content:
+        """Reads what is in a piece and checks its hashes.
 
         Raises:
-            SlotFileCorrupt: They are not what was saved, or cut.
+            SlotFileCorrupt: It is not what was saved, or cut.
             OSError: The disk refuses.
         """
-        keys, values = (
-            self._tensor(name, shape)
-            for name, shape in zip(
-                piece.names, piece.shapes(self._manifest.traits.layout), strict=True
-            )
-        )
-        return PageContent(keys, values)
+        tensors = piece.tensors(self._manifest.traits.layout)
+        return content_of(piece, [self._array(tensor) for tensor in tensors])
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def _array(self, tensor: Tensor) -> npt.NDArray[Any]:
+        name = tensor.name
         data = _read(self.filename, self._descriptor, *self._body.range_of(name))
         if hashlib.sha256(data.data).hexdigest() != self._manifest.digests[name]:
             raise SlotFileCorrupt(self.filename, f"the SHA-256 of tensor {name} is wrong")
-        return data.view(self._manifest.traits.layout.dtype).reshape(shape)
+        return data.view(tensor.dtype).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +217,7 @@ def _parse(filename: str, descriptor: int) -> tuple[Manifest, _Body]:
     body = _Body(
         start=header_at + length,
         size_bytes=size_bytes,
-        places={place.name: place for place in places},
+        places={place.tensor.name: place for place in places},
         tokens=tokens,
     )
     end = body.start + places[-1].end

@@ -1,7 +1,7 @@
 """States of recurrent layers: one for each slot, and snapshots of sequences at earlier positions.
 
 A slot's own state is always that of all its tokens. It can be cut back only to a snapshot, which is
-a checkpoint in the prefix index. Knows state numbers only; the pool always has one for every slot,
+a checkpoint in the prefix index, or to what was kept for it on a shelf. Knows state numbers only; the pool always has one for every slot,
 and what it has beyond them are snapshots, the least recently used of which makes room.
 """
 
@@ -27,7 +27,7 @@ class RecurrentStates:
         self._pages = PageAllocator(size)
         self._own = self._pages.allocate(num_slots)
         self._interval = interval_tokens
-        self.checkpoints = Checkpoints(None, self._release)
+        self.checkpoints = Checkpoints(None, self.give_back)
 
     @property
     def size(self) -> int:
@@ -47,6 +47,11 @@ class RecurrentStates:
     def own(self, slot_id: int) -> int:
         """Returns the state of a slot."""
         return self._own[slot_id]
+
+    def swap(self, slot_id: int, state_id: int) -> int:
+        """Gives a slot another state that was taken; returns its old one, which is taken now."""
+        old, self._own[slot_id] = self._own[slot_id], state_id
+        return old
 
     def held_ids(self) -> list[int]:
         """Returns the states that are a slot's or a snapshot, rising."""
@@ -75,6 +80,10 @@ class RecurrentStates:
             return None
         return self._pages.allocate(1)[0]
 
+    def give_back(self, state_id: int) -> None:
+        """Frees a state that was taken and is no snapshot."""
+        self._pages.release([state_id])
+
     def check_integrity(self, snapshots: Sequence[int]) -> None:
         """Proves that `snapshots` and the slots' own explain every state that is held.
 
@@ -82,6 +91,3 @@ class RecurrentStates:
             PoolCorruption: a state leaked or serves two.
         """
         self._pages.check_integrity([self._own, snapshots])
-
-    def _release(self, state_id: int) -> None:
-        self._pages.release([state_id])

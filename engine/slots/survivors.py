@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.memory.checkpoint import Checkpoint
 from engine.memory.pages import SINK_PAGE, PageAllocator, PoolCorruption
 from engine.slots.table import Slot, SlotTable
-from engine.step import DeviceSizes, PageContent, PageStore, StateContent, StateStore
+from engine.step import DeviceSizes, DeviceStore, PageContent, StateContent
 from engine.types import PoolKind
 
 
@@ -95,10 +94,6 @@ def _renumber_windows(
         checkpoint.window_pages = tuple(ids[page_id] for page_id in checkpoint.window_pages)
 
 
-class _Device(PageStore, StateStore, Protocol):
-    """What the copies need of a runner."""
-
-
 class Copies:
     """Everything that is held, in host memory, in the order of its ids."""
 
@@ -109,7 +104,7 @@ class Copies:
         self._states = states
 
     @classmethod
-    def read(cls, table: SlotTable, pages: PageAllocator, runner: _Device) -> Copies:
+    def read(cls, table: SlotTable, pages: PageAllocator, runner: DeviceStore) -> Copies:
         """Copies what is held; raises whatever the device raises."""
         held = {PoolKind.KV: pages.held_ids()}
         if table.windows:
@@ -136,7 +131,7 @@ class Copies:
                 total += state.conv.nbytes + (0 if state.matrix is None else state.matrix.nbytes)
         return total
 
-    def write(self, runner: _Device) -> None:
+    def write(self, runner: DeviceStore) -> None:
         """Writes everything under the ids that `renumber` gave; raises as the device does."""
         for kind, pieces in self._pages.items():
             next_id, page_tokens = 1, runner.page_layout(kind).page_tokens
@@ -149,7 +144,7 @@ class Copies:
                 runner.write_state(state_id, state)
 
 
-def _read_pages(runner: _Device, kind: PoolKind, page_ids: list[int]) -> list[PageContent]:
+def _read_pages(runner: DeviceStore, kind: PoolKind, page_ids: list[int]) -> list[PageContent]:
     step = runner.transfer_pages
     pieces = (page_ids[first : first + step] for first in range(0, len(page_ids), step))
     return [runner.read_pages(kind, piece).wait() for piece in pieces]

@@ -236,13 +236,12 @@ class SlotTable:
             return None
         return self.states.next_stop(len(slot.tokens), prompt_tokens)
 
-    def snapshot(self, slot: Slot) -> Checkpoint | None:
-        """Lists a checkpoint at the end of what a slot holds and returns it, to be filled.
+    def snapshot(self, slot: Slot, position: int) -> Checkpoint | None:
+        """Lists a checkpoint within what a slot holds and returns it, to be filled.
 
         None if there is one already, no state for it, or the tokens are nobody else's to use.
         """
         assert self.states is not None
-        position = len(slot.tokens)
         self.register(slot)
         node = (position - 1) // self.page_tokens
         if slot.marked_from is not None or node >= len(slot.nodes):
@@ -303,9 +302,9 @@ class SlotTable:
         for checkpoint in checkpoints:
             self._keep(slot, checkpoint)
 
-    def checkpoints_of(self, slot: Slot) -> list[Checkpoint]:
-        """Returns where the slot's sequence can be continued besides its end, by position."""
-        found = [c for node in slot.nodes for c in node.checkpoints]
+    def checkpoints_of(self, slot: Slot, *, before: int) -> list[Checkpoint]:
+        """Returns where a slot's sequence can be continued before a position, by position."""
+        found = [c for node in slot.nodes for c in node.checkpoints if c.position < before]
         return sorted(found, key=lambda checkpoint: checkpoint.position)
 
     def discard(self, slot: Slot, first_token: int) -> None:

@@ -26,8 +26,7 @@ import numpy.typing as npt
 from engine.slots.folder import SlotFolder, Temporary
 from engine.slots.manifest import TOKENS, Manifest, encode_header
 from engine.slots.sequence_head import pack_head
-from engine.slots.state_layout import Piece
-from engine.step import PageContent
+from engine.slots.state_layout import Content, Piece, arrays_of
 
 _SYNC_BYTES = 32 << 20
 # One hashes, one writes, one waits for the disk.
@@ -71,22 +70,25 @@ class SlotWriter:
             writer._begin(tokens)
             yield writer
 
-    def add(self, piece: Piece, content: PageContent) -> None:
+    def add(self, piece: Piece, content: Content) -> None:
         """Writes and hashes the next piece.
 
         Args:
             piece: Which.
-            content: Its keys and values.
+            content: What is in it.
 
         Raises:
             OSError: The disk refuses.
         """
         assert piece == self._left.pop(), "the pieces come in the manifest's order"
-        assert content.num_tokens == piece.span.num_tokens
-        keys, values = _bytes(content.keys), _bytes(content.values)
-        self._append(keys, values)
-        hashing = self._threads.submit(_digest, keys)
-        self._digests |= {piece.names[1]: _digest(values), piece.names[0]: hashing.result()}
+        tensors, arrays = piece.tensors(self._manifest.traits.layout), arrays_of(content)
+        assert [each.shape for each in tensors] == [each.shape for each in arrays]
+        *others, last = parts = [_bytes(array) for array in arrays]
+        self._append(*parts)
+        hashing = [self._threads.submit(_digest, part) for part in others]
+        digests = [_digest(last), *(each.result() for each in reversed(hashing))]
+        names = (tensor.name for tensor in reversed(tensors))
+        self._digests |= zip(names, digests, strict=True)
 
     def publish(self) -> int:
         """Completes the file and gives it its name; returns its size in bytes.

@@ -18,13 +18,16 @@ from engine.scheduling.wishes import RestoredSlot, SavedSlot
 from engine.slots.errors import SlotFileMismatch
 from engine.slots.store import SlotStore
 from engine.types import Chunk, EngineConfig, Event, Finished, Request, SamplingParams, Started
-from tests.families import FAMILIES, VOCAB, TinyModel, write_family
+from tests.families import FAMILIES, write_family
+from tests.recurrent_families import FAMILIES as RECURRENT
+from tests.recurrent_families import VOCAB as RECURRENT_VOCAB
+from tests.recurrent_families import write_recurrent
 from tests.slot_stores import restore_wish, save_wish
 
 Result = TypeVar("Result")
 NAME = "a.slot"
 # Longer than a page and a window; their turn is cut off again below.
-PROMPT = tuple((7 * i + i * i) % (VOCAB - 10) + 5 for i in range(90))
+PROMPT = tuple((7 * i + i * i) % (RECURRENT_VOCAB - 10) + 5 for i in range(90))
 _CONFIG = EngineConfig(context_tokens=256, num_slots=1, page_tokens=32, chunk_tokens=32)
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -87,13 +90,13 @@ class Server:
                 continue
 
 
-def _check(model: TinyModel, kv_dtype: str, root: Path) -> None:
-    path = write_family(root / "tiny.gguf", model, has_tokenizer=True)
-    slots = root / "slots"
+def _check(path: Path, kv_dtype: str) -> None:
+    slots = path.with_suffix(".slots")
     slots.mkdir()
     first = Server(path, replace(_CONFIG, kv_dtype=kv_dtype), slots)
     answer = first.answer(PROMPT, 0)
     assert first.save(0).tokens == len(PROMPT) + 7
+    is_recurrent = first.loaded.spec.num_recurrent_layers > 0
     del first
     other = replace(_CONFIG, kv_dtype=kv_dtype, context_tokens=224, num_slots=2, page_tokens=16)
     second = Server(path, other, slots)
@@ -104,21 +107,37 @@ def _check(model: TinyModel, kv_dtype: str, root: Path) -> None:
     assert second.cached == len(held)
     assert warm == second.answer(longer, 0, is_cold=True)
     second.restore(1)
-    assert second.answer(held, 1)[0] == answer[-1]
-    assert second.cached == len(held) - 1
+    if is_recurrent:
+        # A state goes on at its own position only: the file has one of the prompt but one token.
+        assert second.answer(PROMPT, 1) == answer
+        assert second.cached == len(PROMPT) - 1
+    else:
+        assert second.answer(held, 1)[0] == answer[-1]
+        assert second.cached == len(held) - 1
     second.loaded.engine.check_integrity()
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_saved_slot_goes_on_like_the_cold_run(tmp_path: Path, name: str, kv_dtype: str):
-    _check(FAMILIES[name], kv_dtype, tmp_path)
+    _check(write_family(tmp_path / "tiny.gguf", FAMILIES[name], has_tokenizer=True), kv_dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"llama", "gemma3"}))
 def test_every_family_goes_on_from_a_file(tmp_path: Path, name: str):
-    _check(FAMILIES[name], "f16", tmp_path)
+    _check(write_family(tmp_path / "tiny.gguf", FAMILIES[name], has_tokenizer=True), "f16")
+
+
+def test_a_state_goes_on_like_the_cold_run(tmp_path: Path):
+    _check(write_recurrent(tmp_path / "tiny.gguf", "falcon-h1", has_tokenizer=True), "f16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_every_recurrent_family_goes_on_from_a_file(tmp_path: Path, name: str, kv_dtype: str):
+    _check(write_recurrent(tmp_path / "tiny.gguf", name, has_tokenizer=True), kv_dtype)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
-from engine.errors import NotSupported
-from engine.scheduling.wishes import Restore, Save
-from engine.slots.file_work import RestoreOrder, SaveOrder
 from engine.step import PoolLost
 from engine.types import CacheSource, Failed, PoolKind
 from tests.unit.engine.drive import A, B, Drive, ask, solo
@@ -145,17 +140,3 @@ def test_a_preempted_request_gives_the_same_answer() -> None:
     assert drive.engine.snapshot().counters.preemptions
     assert drive.tokens("a") == solo([A] * 30, 20)
     assert drive.tokens("b") == solo([B] * 30, 20)
-
-
-def test_slot_files_are_refused() -> None:
-    drive = drive_states()
-    served(drive, "a", [A] * 10, slot=0)
-    # No order is looked at: nothing is read or written.
-    wishes = Save(0, cast(SaveOrder, None)), Restore(0, cast(RestoreOrder, None))
-    for wish in wishes:
-        drive.engine.transfer_slot(wish)
-    drive.rest()
-    for wish in wishes:
-        with pytest.raises(NotSupported, match="slot files of models with recurrent layers"):
-            wish.done.result(0)
-    assert served(drive, "b", [A] * 10, slot=0) == 9, "the slot is as it was"

@@ -29,12 +29,16 @@ class Program:
     def __init__(self, seed: int, root: Path) -> None:
         self.rng = rng = random.Random(seed)
         self.window = rng.choice([None, None, 3, 12])
+        num_slots = rng.randint(1, 3)
+        is_recurrent = self.window is None and rng.random() < 0.6
         self.drive = Drive(
-            num_slots=rng.randint(1, 3),
+            num_slots=num_slots,
             context_tokens=96,
             kv_pages=rng.randint(26, 60),
             page_tokens=rng.choice([4, 8]),
             window=self.window,
+            mamba_slots=num_slots + rng.choice([0, 1, 4]) if is_recurrent else None,
+            snapshot_interval=rng.choice([8, 32]),
         )
         self.engine = self.drive.engine
         self.num_slots = len(self.engine.snapshot().slots)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from engine.errors import (
     SlotBusy,
     SlotContentNotFound,
 )
-from engine.scheduling.wishes import RestoredSlot, Save, SavedSlot
+from engine.scheduling.wishes import RestoredSlot
 from engine.slots.errors import (
     SlotContextTooSmall,
     SlotFileCorrupt,
@@ -29,69 +26,10 @@ from engine.slots.errors import (
     SlotFileNotFound,
 )
 from engine.step import PoolLost
-from engine.types import CacheSource, CancelCause, Request, SlotState
-from tests.slot_stores import fake_store, restore_wish, save_wish
-from tests.unit.engine.drive import A, B, Drive, ask, solo
-
-Result = TypeVar("Result")
-NAME = "one.slot"
-_STEPS = 5000
-
-
-class Transfers:
-    """An engine with a store; file work runs on its threads while the test steps."""
-
-    def __init__(self, root: Path, *, weights: str = "fake", **config: Any) -> None:
-        self.drive = Drive(**config)
-        self.engine = self.drive.engine
-        self.store = fake_store(root, self.drive.runner, self.drive.plan, weights=weights)
-
-    def wait(self, done: Future[Result]) -> Result:
-        for _ in range(_STEPS):
-            self.drive.steps()
-            try:
-                return done.result(0.001)
-            except TimeoutError:
-                continue
-        raise AssertionError("the transfer did not end")
-
-    def run(self, request: Request) -> list[int]:
-        self.engine.submit(request)
-        self.drive.rest()
-        return self.drive.tokens(request.request_id)
-
-    def save(self, slot_id: int, name: str = NAME, **changes: Any) -> SavedSlot:
-        wish = save_wish(self.store, slot_id, name, **changes)
-        self.engine.transfer_slot(wish)
-        return self.wait(wish.done)
-
-    def restore(self, slot_id: int, name: str = NAME, **changes: Any) -> RestoredSlot:
-        wish = restore_wish(self.store, slot_id, name, **changes)
-        self.engine.transfer_slot(wish)
-        return self.wait(wish.done)
-
-    def warm(self, request: Request, name: str = NAME, **changes: Any) -> Save:
-        """Asks for a prompt to be computed and saved."""
-        assert request.slot_id is not None
-        wish = save_wish(self.store, request.slot_id, name, **changes)
-        self.engine.submit(replace(request, is_warming=True, max_tokens=0), save=wish)
-        return wish
-
-    def held(self, slot_id: int) -> int:
-        return self.engine.snapshot().slots[slot_id].held_tokens
-
-    def state(self) -> tuple[Any, ...]:
-        """What a refused operation must leave as it was."""
-        now = self.engine.snapshot()
-        return tuple(replace(s, request=None) for s in now.slots), now.pools
-
-
-def _prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(A + (i * 7 + i // 5 + seed) % 20 for i in range(length))
-
-
-def _ask(name: str, prompt: tuple[int, ...], slot_id: int | None = 0, **changes: Any) -> Request:
-    return ask(name, prompt, slot_id=slot_id, **changes)
+from engine.types import CacheSource, CancelCause, SlotState
+from tests.slot_stores import restore_wish, save_wish
+from tests.unit.engine.drive import B, solo
+from tests.unit.engine.scheduling.saving import NAME, Transfers, ask_in, some_prompt
 
 
 @pytest.mark.parametrize("window", [None, 5, 24, 200])
@@ -99,9 +37,9 @@ def _ask(name: str, prompt: tuple[int, ...], slot_id: int | None = 0, **changes:
 def test_a_restored_slot_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, length: int, window: int | None
 ):
-    prompt = _prompt(length)
+    prompt = some_prompt(length)
     first = Transfers(tmp_path, window=window, context_tokens=512, kv_pages=300, page_tokens=4)
-    answer = first.run(_ask("a", prompt))
+    answer = first.run(ask_in("a", prompt))
     saved = first.save(0)
     assert saved.tokens == length + 4
     for page_tokens, context in ((4, 512), (16, 400), (64, 512)):
@@ -117,28 +55,28 @@ def test_a_restored_slot_goes_on_as_if_it_had_never_stopped(
         other.drive.rest()
         held = (*prompt, *answer[:-1])
         # The same tokens again: all but the last are there. Extended: all of them.
-        assert other.run(_ask("same", held, 1)) == solo(held, 5, window)
+        assert other.run(ask_in("same", held, 1)) == solo(held, 5, window)
         assert other.drive.started("same").cached_tokens == len(held) - 1
         other.restore(1)
         longer = (*held, B)
-        assert other.run(_ask("longer", longer, 1)) == solo(longer, 5, window)
+        assert other.run(ask_in("longer", longer, 1)) == solo(longer, 5, window)
         started = other.drive.started("longer")
         assert started.cached_tokens == len(held)
         assert started.cache_source is CacheSource.SLOT
 
 
 def test_any_slot_finds_what_was_restored_into_one(tmp_path: Path):
-    prompt = _prompt(50)
-    Transfers(tmp_path).run(_ask("a", prompt))
+    prompt = some_prompt(50)
+    Transfers(tmp_path).run(ask_in("a", prompt))
     first = Transfers(tmp_path)
-    first.run(_ask("a", prompt))
+    first.run(ask_in("a", prompt))
     first.save(0)
     other = Transfers(tmp_path)
     other.restore(0)
-    other.engine.submit(_ask("busy", (B, B), 0, max_tokens=30))
+    other.engine.submit(ask_in("busy", (B, B), 0, max_tokens=30))
     other.drive.steps(3)
     longer = (*prompt, B)
-    assert other.run(_ask("b", longer, 1)) == solo(longer, 5)
+    assert other.run(ask_in("b", longer, 1)) == solo(longer, 5)
     started = other.drive.started("b")
     assert (started.cached_tokens, started.cache_source) == (50, CacheSource.INDEX)
 
@@ -146,14 +84,14 @@ def test_any_slot_finds_what_was_restored_into_one(tmp_path: Path):
 def test_cutting_the_last_turn_of_a_window_model_still_reuses_the_rest(tmp_path: Path):
     window = 8
     first = Transfers(tmp_path, window=window, context_tokens=512, kv_pages=300)
-    turn = _prompt(120)
-    first.run(_ask("a", turn, max_tokens=1))
-    first.run(_ask("b", (*turn, *_prompt(100, 3)), max_tokens=1))
+    turn = some_prompt(120)
+    first.run(ask_in("a", turn, max_tokens=1))
+    first.run(ask_in("b", (*turn, *some_prompt(100, 3)), max_tokens=1))
     first.save(0)
     other = Transfers(tmp_path, window=window, context_tokens=512, kv_pages=300)
     other.restore(1)
-    prompt = (*turn, *_prompt(40, 9))
-    assert other.run(_ask("c", prompt, 1)) == solo(prompt, 5, window)
+    prompt = (*turn, *some_prompt(40, 9))
+    assert other.run(ask_in("c", prompt, 1)) == solo(prompt, 5, window)
     assert other.drive.started("c").cached_tokens >= 100
 
 
@@ -161,14 +99,14 @@ def test_saving_an_unused_slot_is_a_success_with_no_tokens(tmp_path: Path):
     it = Transfers(tmp_path)
     saved = it.save(1)
     assert (saved.tokens, saved.slot_id) == (0, 1)
-    it.run(_ask("a", _prompt(9)))
+    it.run(ask_in("a", some_prompt(9)))
     assert it.restore(0).tokens == 0
     assert it.held(0) == 0
 
 
 def test_a_slot_is_itself_while_it_is_saved_and_afterwards(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.run(_ask("a", _prompt(20)))
+    it.run(ask_in("a", some_prompt(20)))
     before = it.state()
     it.save(0)
     assert it.state() == before
@@ -176,20 +114,20 @@ def test_a_slot_is_itself_while_it_is_saved_and_afterwards(tmp_path: Path):
 
 def test_it_shows_as_transfer_and_nobody_takes_it_meanwhile(tmp_path: Path):
     it = Transfers(tmp_path, num_slots=1)
-    it.run(_ask("a", _prompt(20)))
+    it.run(ask_in("a", some_prompt(20)))
     wish = save_wish(it.store, 0, NAME)
     it.engine.transfer_slot(wish)
     it.drive.steps()
     assert it.engine.snapshot().slots[0].state is SlotState.TRANSFER
-    it.engine.submit(_ask("b", _prompt(20), None))
+    it.engine.submit(ask_in("b", some_prompt(20), None))
     it.wait(wish.done)
     it.drive.rest()
-    assert it.drive.tokens("b") == solo(_prompt(20), 5)
+    assert it.drive.tokens("b") == solo(some_prompt(20), 5)
 
 
 def test_a_busy_slot_is_waited_for_or_refused(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.engine.submit(_ask("a", _prompt(20), max_tokens=10))
+    it.engine.submit(ask_in("a", some_prompt(20), max_tokens=10))
     it.drive.steps(3)
     wishes: list[Any] = [
         save_wish(it.store, 0, NAME, fail_if_busy=True),
@@ -206,7 +144,7 @@ def test_a_busy_slot_is_waited_for_or_refused(tmp_path: Path):
 
 def test_a_wait_can_be_given_up(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.engine.submit(_ask("a", _prompt(20), max_tokens=10))
+    it.engine.submit(ask_in("a", some_prompt(20), max_tokens=10))
     it.drive.steps(3)
     wish = save_wish(it.store, 0, NAME)
     it.engine.transfer_slot(wish)
@@ -218,18 +156,18 @@ def test_a_wait_can_be_given_up(tmp_path: Path):
 
 def test_another_tenants_content_is_not_there_to_be_saved(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.run(_ask("a", _prompt(20), tenant="0a"))
+    it.run(ask_in("a", some_prompt(20), tenant="0a"))
     with pytest.raises(SlotContentNotFound):
         it.save(0, tenant="0b")
     assert it.save(0, tenant="0a").tokens == 24
     # The lane itself may be reused.
-    it.run(_ask("b", _prompt(9, 4), 0, tenant="0b"))
+    it.run(ask_in("b", some_prompt(9, 4), 0, tenant="0b"))
     assert it.restore(0, tenant="0a").tokens == 24
-    longer = (*_prompt(20), B)
-    it.run(_ask("c", longer, 0, tenant="0b"))
+    longer = (*some_prompt(20), B)
+    it.run(ask_in("c", longer, 0, tenant="0b"))
     assert it.drive.started("c").cached_tokens == 0
     it.restore(0, tenant="0a")
-    it.run(_ask("d", longer, 0, tenant="0a"))
+    it.run(ask_in("d", longer, 0, tenant="0a"))
     assert it.drive.started("d").cached_tokens == 20
 
 
@@ -266,79 +204,79 @@ def test_a_refused_restore_leaves_everything_as_it_was(
     is_dry: bool,
 ):
     first = Transfers(tmp_path)
-    first.run(_ask("a", _prompt(50)))
+    first.run(ask_in("a", some_prompt(50)))
     first.save(0)
     if damage is not None:
         damage(tmp_path / NAME)
     layout: dict[str, Any] = {"kv_pages": 18 if is_dry else 64} | config
     it = Transfers(tmp_path, **layout)
-    it.run(_ask("a", _prompt(30, 1)))
-    it.run(_ask("b", _prompt(30, 2), 1))
+    it.run(ask_in("a", some_prompt(30, 1)))
+    it.run(ask_in("b", some_prompt(30, 2), 1))
     before = it.state()
     with pytest.raises(expected):
         it.restore(0)
     it.drive.rest()
     assert it.state() == before
     for name, slot_id, seed in (("c", 0, 1), ("d", 1, 2)):
-        prompt = (*_prompt(30, seed), B)
-        assert it.run(_ask(name, prompt, slot_id)) == solo(prompt, 5, config.get("window"))
+        prompt = (*some_prompt(30, seed), B)
+        assert it.run(ask_in(name, prompt, slot_id)) == solo(prompt, 5, config.get("window"))
         assert it.drive.started(name).cached_tokens == 30
 
 
 def test_idle_state_gives_way_to_a_whole_file(tmp_path: Path):
     first = Transfers(tmp_path)
-    first.run(_ask("a", _prompt(50)))
+    first.run(ask_in("a", some_prompt(50)))
     first.save(0)
     it = Transfers(tmp_path, kv_pages=16)
-    it.run(_ask("a", _prompt(30, 1)))
-    it.run(_ask("b", _prompt(25, 2), 1))
+    it.run(ask_in("a", some_prompt(30, 1)))
+    it.run(ask_in("b", some_prompt(25, 2), 1))
     assert it.restore(0).tokens == 54
     it.drive.rest()
-    prompt = (*_prompt(50), B)
-    assert it.run(_ask("c", prompt)) == solo(prompt, 5)
+    prompt = (*some_prompt(50), B)
+    assert it.run(ask_in("c", prompt)) == solo(prompt, 5)
     assert it.drive.started("c").cached_tokens == 50
 
 
 def test_running_requests_do_not_give_way(tmp_path: Path):
     first = Transfers(tmp_path)
-    first.run(_ask("a", _prompt(50)))
+    first.run(ask_in("a", some_prompt(50)))
     first.save(0)
     it = Transfers(tmp_path, kv_pages=16)
-    it.engine.submit(_ask("a", _prompt(20, 1), 1, max_tokens=20))
+    it.engine.submit(ask_in("a", some_prompt(20, 1), 1, max_tokens=20))
     it.drive.steps(8)
     with pytest.raises(KvPagesExhausted) as caught:
         it.restore(0)
     assert caught.value.needed == 14
     it.drive.rest()
-    assert it.drive.tokens("a") == solo(_prompt(20, 1), 20)
+    assert it.drive.tokens("a") == solo(some_prompt(20, 1), 20)
 
 
 def test_running_requests_keep_what_they_need_while_a_slot_is_restored(tmp_path: Path):
     """Their pages grow, step by step, while the reserved ones are filled."""
     first = Transfers(tmp_path, window=8)
-    first.run(_ask("a", _prompt(50)))
+    first.run(ask_in("a", some_prompt(50)))
     first.save(0)
     it = Transfers(tmp_path, window=8, kv_pages=24)
-    it.engine.submit(_ask("a", _prompt(20, 1), 1, max_tokens=18))
+    it.engine.submit(ask_in("a", some_prompt(20, 1), 1, max_tokens=18))
     it.drive.steps(4)
     outcome: RestoredSlot | None = None
     with contextlib.suppress(KvPagesExhausted, EngineFault):
         outcome = it.restore(0)
     it.drive.rest()
-    assert it.drive.tokens("a") == solo(_prompt(20, 1), 18, 8)
+    assert it.drive.tokens("a") == solo(some_prompt(20, 1), 18, 8)
     if outcome is not None:
-        prompt = (*_prompt(50), B)
-        assert it.run(_ask("c", prompt)) == solo(prompt, 5, 8)
+        prompt = (*some_prompt(50), B)
+        assert it.run(ask_in("c", prompt)) == solo(prompt, 5, 8)
 
 
 @pytest.mark.parametrize("at", range(8))
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_fault_of_the_device_ends_the_transfer_alone(tmp_path: Path, at: int, is_lost: bool):
     first = Transfers(tmp_path)
-    first.run(_ask("a", _prompt(50)))
+    first.run(ask_in("a", some_prompt(50)))
     first.save(0)
     it = Transfers(tmp_path)
-    it.run(_ask("b", _prompt(30, 1)))
+    it.run(ask_in("b", some_prompt(30, 1)))
     calls = itertools.count()
     runner = it.drive.runner
     for name in ("read_pages", "write_pages"):
@@ -358,37 +296,26 @@ def test_a_fault_of_the_device_ends_the_transfer_alone(tmp_path: Path, at: int, 
     it.drive.rest()
     assert {path.name for path in tmp_path.iterdir()} <= {NAME, "two"}
     it.restore(1)
-    prompt = (*_prompt(50), B)
-    assert it.run(_ask("c", prompt, 1)) == solo(prompt, 5)
+    prompt = (*some_prompt(50), B)
+    assert it.run(ask_in("c", prompt, 1)) == solo(prompt, 5)
     assert it.drive.started("c").cached_tokens == 50
 
 
 def test_a_restore_can_be_given_up_at_any_piece(tmp_path: Path):
     first = Transfers(tmp_path, context_tokens=1024, kv_pages=300)
-    first.run(_ask("a", _prompt(900)))
+    first.run(ask_in("a", some_prompt(900)))
     first.save(0)
     for num_steps in range(7):
         it = Transfers(tmp_path, context_tokens=1024, kv_pages=300)
-        it.run(_ask("b", _prompt(30, 1)))
+        it.run(ask_in("b", some_prompt(30, 1)))
         before = it.state()
         wish = restore_wish(it.store, 0, NAME)
         it.engine.transfer_slot(wish)
         it.drive.steps(num_steps)
         if not wish.done.cancel():
             continue
-        _settle(it)
+        it.settle()
         assert it.state() == before
-
-
-def _settle(it: Transfers) -> None:
-    """Steps until every slot is idle again."""
-    for _ in range(_STEPS):
-        it.drive.steps()
-        if all(slot.state is SlotState.IDLE for slot in it.engine.snapshot().slots):
-            it.drive.rest()
-            return
-        time.sleep(0.0005)  # lets the file work go on
-    raise AssertionError("a slot is still in transfer")
 
 
 # A prompt in a save.
@@ -396,8 +323,8 @@ def _settle(it: Transfers) -> None:
 
 def test_a_prompt_is_computed_saved_and_stays(tmp_path: Path):
     it = Transfers(tmp_path)
-    prompt = _prompt(40)
-    saved = it.wait(it.warm(_ask("w", prompt)).done)
+    prompt = some_prompt(40)
+    saved = it.wait(it.warm(ask_in("w", prompt)).done)
     assert saved.tokens == 40
     finished = it.drive.finished("w")
     assert (finished.prompt_tokens, finished.completion_tokens, finished.held_tokens) == (40, 0, 40)
@@ -407,24 +334,24 @@ def test_a_prompt_is_computed_saved_and_stays(tmp_path: Path):
     other.restore(0)
     for engine in (it, other):
         longer = (*prompt, B)
-        assert engine.run(_ask("x", longer)) == solo(longer, 5)
+        assert engine.run(ask_in("x", longer)) == solo(longer, 5)
         assert engine.drive.started("x").cached_tokens == 40
 
 
 def test_what_the_slot_held_stays_until_the_file_is_in_place(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.run(_ask("a", _prompt(30)))
+    it.run(ask_in("a", some_prompt(30)))
     blocked = tmp_path / NAME
     blocked.mkdir()
     before = it.state()
-    wish = it.warm(_ask("w", _prompt(40, 3)))
+    wish = it.warm(ask_in("w", some_prompt(40, 3)))
     with pytest.raises(EngineError, match="errno"):
         it.wait(wish.done)
     it.drive.rest()
     slots, _ = it.state()
     assert slots == before[0]
-    longer = (*_prompt(30), B)
-    assert it.run(_ask("b", longer)) == solo(longer, 5)
+    longer = (*some_prompt(30), B)
+    assert it.run(ask_in("b", longer)) == solo(longer, 5)
     assert it.drive.started("b").cached_tokens == 30
 
 
@@ -434,43 +361,43 @@ def test_a_prompt_that_is_cancelled_leaves_the_slot(
     tmp_path: Path, num_steps: int, window: int | None
 ):
     it = Transfers(tmp_path, window=window)
-    it.run(_ask("a", _prompt(30)))
+    it.run(ask_in("a", some_prompt(30)))
     slots, _ = it.state()
-    it.warm(_ask("w", (*_prompt(20), *_prompt(40, 3))))
+    it.warm(ask_in("w", (*some_prompt(20), *some_prompt(40, 3))))
     it.drive.steps(num_steps)
     it.engine.cancel("w", CancelCause.CLIENT)
-    _settle(it)
+    it.settle()
     assert it.drive.end("w") is not None
     if not (tmp_path / NAME).exists():
         assert it.state()[0] == slots
-        longer = (*_prompt(30), B)
-        assert it.run(_ask("b", longer)) == solo(longer, 5, window)
+        longer = (*some_prompt(30), B)
+        assert it.run(ask_in("b", longer)) == solo(longer, 5, window)
         assert it.drive.started("b").cached_tokens == 30
 
 
 def test_a_prompt_continues_what_the_slot_holds(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.run(_ask("a", _prompt(30)))
-    longer = (*_prompt(30), *_prompt(20, 5))
-    it.wait(it.warm(_ask("w", longer)).done)
+    it.run(ask_in("a", some_prompt(30)))
+    longer = (*some_prompt(30), *some_prompt(20, 5))
+    it.wait(it.warm(ask_in("w", longer)).done)
     assert it.drive.started("w").cached_tokens == 30
     it.drive.rest()
-    assert it.run(_ask("b", (*longer, B))) == solo((*longer, B), 5)
+    assert it.run(ask_in("b", (*longer, B))) == solo((*longer, B), 5)
 
 
 def test_a_prompt_that_fits_only_alone_displaces_what_the_slot_held(tmp_path: Path):
     it = Transfers(tmp_path, kv_pages=16, num_slots=1)
-    it.run(_ask("a", _prompt(30)))
-    assert it.wait(it.warm(_ask("w", _prompt(50, 2))).done).tokens == 50
+    it.run(ask_in("a", some_prompt(30)))
+    assert it.wait(it.warm(ask_in("w", some_prompt(50, 2))).done).tokens == 50
     it.drive.rest()
     assert it.held(0) == 50
 
 
 def test_a_busy_slot_refuses_a_prompt_that_may_not_wait(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.engine.submit(_ask("a", _prompt(20), max_tokens=10))
+    it.engine.submit(ask_in("a", some_prompt(20), max_tokens=10))
     it.drive.steps(3)
-    it.warm(_ask("w", _prompt(9, 1)), fail_if_busy=True)
+    it.warm(ask_in("w", some_prompt(9, 1)), fail_if_busy=True)
     it.drive.steps()
     assert isinstance(it.drive.error("w"), SlotBusy)
     it.drive.rest()
@@ -481,7 +408,7 @@ def test_a_busy_slot_refuses_a_prompt_that_may_not_wait(tmp_path: Path):
 
 def test_a_stop_waits_for_a_save_within_its_time(tmp_path: Path):
     it = Transfers(tmp_path, context_tokens=1024, kv_pages=300)
-    it.run(_ask("a", _prompt(900)))
+    it.run(ask_in("a", some_prompt(900)))
     wish = save_wish(it.store, 0, NAME)
     it.engine.transfer_slot(wish)
     it.drive.steps()
@@ -493,7 +420,7 @@ def test_a_stop_waits_for_a_save_within_its_time(tmp_path: Path):
 
 def test_a_stop_without_time_gives_transfers_up(tmp_path: Path):
     it = Transfers(tmp_path)
-    it.engine.submit(_ask("a", _prompt(20), max_tokens=40))
+    it.engine.submit(ask_in("a", some_prompt(20), max_tokens=40))
     it.drive.steps(3)
     wish = save_wish(it.store, 0, NAME)
     it.engine.transfer_slot(wish)

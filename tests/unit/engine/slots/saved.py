@@ -12,9 +12,16 @@ from engine.slots.fingerprint import Traits
 from engine.slots.folder import SlotFolder
 from engine.slots.manifest import AdapterMark, Manifest
 from engine.slots.reader import Acceptance, open_slot
-from engine.slots.state_layout import LayerGroup, Piece, StateLayout, WindowMark
+from engine.slots.state_layout import (
+    Content,
+    LayerGroup,
+    Mark,
+    Piece,
+    RecurrentLayout,
+    StateLayout,
+    content_of,
+)
 from engine.slots.writer import SlotWriter
-from engine.step import PageContent
 from engine.types import AdapterScale
 
 VOCAB = 300
@@ -23,6 +30,9 @@ LAYOUT = StateLayout(
     window=LayerGroup(1, 2, 4, 2, 4),
     window_tokens=24,
     kv_type="f16",
+)
+RECURRENT = StateLayout(
+    LayerGroup(1, 2, 4, 2, 4), None, 0, "f16", RecurrentLayout(3, (3, 5), (2, 4, 3))
 )
 TRAITS = Traits(LAYOUT, rope="norm 4 base 10000.0", tokenizer="aa", sampled="bb")
 FINGERPRINT = "cc"
@@ -49,7 +59,7 @@ class State:
 
     manifest: Manifest
     tokens: list[int]
-    contents: dict[Piece, PageContent]
+    contents: dict[Piece, Content]
 
     def write(self, folder: SlotFolder, filename: str = NAME) -> int:
         with SlotWriter.open(folder, filename, self.manifest, self.tokens) as writer:
@@ -61,9 +71,9 @@ class State:
 def make_state(
     num_tokens: int = 300, layout: StateLayout = LAYOUT, seed: int = 0, **changes: Any
 ) -> State:
-    """A state whose window layers hold their last tokens."""
+    """A state that can be continued at its end, and with a window at up to 17 tokens before it."""
     rng = np.random.default_rng(seed)
-    marks = (WindowMark(max(1, num_tokens - 17), num_tokens),)
+    marks = (Mark(num_tokens if layout.recurrent else max(1, num_tokens - 17), num_tokens),)
     manifest = Manifest(
         fingerprint=FINGERPRINT,
         traits=replace(TRAITS, layout=layout),
@@ -71,14 +81,15 @@ def make_state(
         model_name="Tiny",
         tenant="",
         num_tokens=num_tokens,
-        marks=marks if layout.window and num_tokens else (),
+        marks=marks if layout.has_marks and num_tokens else (),
         moved_from=None,
         digests={},
     )
     manifest = replace(manifest, **changes)
     contents = {
-        piece: PageContent(
-            *(rng.standard_normal(s).astype(layout.dtype) for s in piece.shapes(layout))
+        piece: content_of(
+            piece,
+            [rng.standard_normal(t.shape).astype(t.dtype) for t in piece.tensors(layout)],
         )
         for piece in manifest.pieces
     }
@@ -87,7 +98,7 @@ def make_state(
 
 def read_state(
     folder: SlotFolder, filename: str = NAME, accepted: Acceptance = ACCEPTED
-) -> tuple[tuple[int, ...], dict[Piece, PageContent]]:
+) -> tuple[tuple[int, ...], dict[Piece, Content]]:
     """Opens, verifies and reads all of a file."""
     with open_slot(folder, filename) as unverified:
         verified = unverified.verify(accepted, FINGERPRINT)

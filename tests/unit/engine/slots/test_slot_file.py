@@ -23,16 +23,28 @@ from engine.slots.errors import (
 )
 from engine.slots.folder import SlotFolder
 from engine.slots.manifest import AdapterMark
-from engine.slots.reader import open_slot
+from engine.slots.reader import Acceptance, open_slot
 from engine.slots.sequence_head import HEAD_BYTES
-from engine.slots.state_layout import LayerGroup, Span, StateLayout, WindowMark
+from engine.slots.state_layout import (
+    LayerGroup,
+    Mark,
+    PagePiece,
+    RecurrentLayout,
+    Span,
+    StateLayout,
+    StatePiece,
+    arrays_of,
+)
+from engine.types import PoolKind
 from tests.unit.engine.slots.saved import (
     ACCEPTED,
     FINGERPRINT,
     LAYOUT,
     NAME,
+    RECURRENT,
     TRAITS,
     VOCAB,
+    State,
     make_state,
     read_state,
 )
@@ -57,6 +69,9 @@ def _put(folder: SlotFolder, data: bytes) -> None:
     kv_type=st.sampled_from(["f16", "f32"]),
     num_full=st.integers(0, 2),
     num_window=st.sampled_from([None, 1, 3]),
+    recurrent=st.sampled_from(
+        [None, RecurrentLayout(2, (3, 5), None), RecurrentLayout(1, (2, 3), (2, 4, 3))]
+    ),
     seed=st.integers(0, 1 << 30),
 )
 def test_what_was_saved_comes_back(
@@ -65,10 +80,11 @@ def test_what_was_saved_comes_back(
     kv_type: str,
     num_full: int,
     num_window: int | None,
+    recurrent: RecurrentLayout | None,
     seed: int,
 ):
     window = None if num_window is None else LayerGroup(num_window, 1, 3, 1, 5)
-    layout = StateLayout(LayerGroup(num_full, 2, 4, 3, 2), window, 24, kv_type)
+    layout = StateLayout(LayerGroup(num_full, 2, 4, 3, 2), window, 24, kv_type, recurrent)
     state = make_state(num_tokens, layout, seed)
     folder = SlotFolder(str(tmp_path_factory.mktemp("slots")))
     size_bytes = state.write(folder)
@@ -78,8 +94,8 @@ def test_what_was_saved_comes_back(
     assert list(tokens) == state.tokens
     assert contents.keys() == state.contents.keys()
     for piece, content in contents.items():
-        assert np.array_equal(content.keys, state.contents[piece].keys)
-        assert np.array_equal(content.values, state.contents[piece].values)
+        pairs = zip(arrays_of(content), arrays_of(state.contents[piece]), strict=True)
+        assert all(np.array_equal(read, written) for read, written in pairs)
 
 
 def test_the_head_is_that_of_a_sequence_file(folder: SlotFolder):
@@ -112,7 +128,26 @@ def test_the_body_is_safetensors(folder: SlotFolder):
     first, last = entry["data_offsets"]
     values = np.frombuffer(body[first:last], "<f2").reshape(entry["shape"])
     assert entry["shape"] == [2, 44, 2, 4]
-    assert np.array_equal(values, state.contents[state.manifest.pieces[1]].values)
+    assert np.array_equal(values, arrays_of(state.contents[state.manifest.pieces[1]])[1])
+
+
+def test_states_lie_behind_all_else_one_for_each_place_to_go_on(folder: SlotFolder):
+    marks = (Mark(256, 256), Mark(299, 299), Mark(300, 300))
+    state = make_state(300, RECURRENT, marks=marks)
+    state.write(folder)
+    header = json.loads(_header(_bytes(folder)))
+    del header["__metadata__"]
+    assert list(header)[-6:] == [
+        f"mamba.00000{position}.{part}"
+        for position in (256, 299, 300)
+        for part in ("conv", "matrix")
+    ]
+    entry = header["mamba.00000299.matrix"]
+    assert (entry["dtype"], entry["shape"]) == ("F32", [3, 2, 4, 3])
+    first, last = entry["data_offsets"]
+    body = _bytes(folder)[-header["mamba.00000300.matrix"]["data_offsets"][1] :]
+    matrix = np.frombuffer(body[first:last], "<f4").reshape(entry["shape"])
+    assert np.array_equal(matrix, arrays_of(state.contents[StatePiece(299)])[1])
 
 
 def test_a_head_with_a_plain_list_restores_too(folder: SlotFolder):
@@ -145,6 +180,7 @@ def test_a_plain_list_of_other_tokens_is_refused(folder: SlotFolder):
         ({"layout": replace(LAYOUT, full=LayerGroup(2, 1, 4, 1, 4))}, "kv_heads"),
         ({"layout": replace(LAYOUT, full=LayerGroup(2, 2, 8, 2, 4))}, "head_dim"),
         ({"layout": replace(LAYOUT, kv_type="f32")}, "kv_type"),
+        ({"layout": replace(LAYOUT, recurrent=RecurrentLayout(2, (3, 5), None))}, "layers"),
         ({"rope": "norm 4 base 10000.5"}, "rope"),
         ({"tokenizer": "ab"}, "tokenizer"),
         ({"sampled": "bc"}, "weights"),
@@ -210,16 +246,27 @@ def test_more_tokens_than_a_slot_holds_are_refused(folder: SlotFolder):
     assert len(tokens) == 300
 
 
-def test_another_schema_is_refused_by_version(folder: SlotFolder):
+@pytest.mark.parametrize("version", ["0", "3", "none", "10"])
+def test_another_schema_is_refused_by_version(folder: SlotFolder, version: str):
     make_state(3).write(folder)
-    data = _bytes(folder).replace(b'"version":"1"', b'"version":"2"')
-    given = json.loads(_header(data))["__metadata__"]["checksum"]
-    blank = _header(data).rstrip().replace(given, "0" * 64)
-    right = hashlib.sha256(blank.encode()).hexdigest()
-    _put(folder, data.replace(given.encode(), right.encode()))
+    data = _bytes(folder)
+    _put(folder, _rewritten(data, '"version":"2"', f'"version":"{version}"'))
     with pytest.raises(SlotFileMismatch) as caught:
         read_state(folder)
-    assert (caught.value.field, caught.value.expected, caught.value.found) == ("version", "1", "2")
+    wrong = caught.value
+    assert (wrong.field, wrong.expected, wrong.found) == ("version", "1 or 2", version)
+
+
+def test_a_file_of_the_first_version_is_read(folder: SlotFolder):
+    """It is one of the second without the word about recurrent layers, which it could not have."""
+    state = make_state(300)
+    state.write(folder)
+    data = _rewritten(_bytes(folder), '"version":"2"', '"version":"1"')
+    assert isinstance(_refused(folder, data, accepted=ACCEPTED), SlotFileCorrupt)
+    _put(folder, _rewritten(data, ',"recurrent":""', ""))
+    tokens, contents = read_state(folder)
+    assert list(tokens) == state.tokens
+    assert contents.keys() == state.contents.keys()
 
 
 def _header(data: bytes) -> str:
@@ -236,27 +283,39 @@ _SMALL = make_state(
 _SMALL_ACCEPTED = replace(ACCEPTED, traits=_SMALL.manifest.traits)
 
 
-def _refused(folder: SlotFolder, data: bytes) -> EngineError:
+_STATES = make_state(
+    5,
+    StateLayout(LayerGroup(0, 1, 2, 1, 2), None, 0, "f16", RecurrentLayout(1, (2, 3), (1, 2, 2))),
+    seed=4,
+    marks=(Mark(4, 4), Mark(5, 5)),
+)
+
+
+def _refused(
+    folder: SlotFolder, data: bytes, accepted: Acceptance = _SMALL_ACCEPTED
+) -> EngineError:
     _put(folder, data)
     with pytest.raises((SlotFileCorrupt, SlotFileMismatch)) as caught:
-        read_state(folder, accepted=_SMALL_ACCEPTED)
+        read_state(folder, accepted=accepted)
     return caught.value
 
 
-def test_every_cut_is_refused(folder: SlotFolder):
-    _SMALL.write(folder)
-    data = _bytes(folder)
+@pytest.mark.parametrize("state", [_SMALL, _STATES], ids=["pages", "states"])
+def test_every_cut_is_refused(folder: SlotFolder, state: State):
+    state.write(folder)
+    data, accepted = _bytes(folder), replace(ACCEPTED, traits=state.manifest.traits)
     for end in range(len(data)):
-        assert isinstance(_refused(folder, data[:end]), SlotFileCorrupt)
+        assert isinstance(_refused(folder, data[:end], accepted), SlotFileCorrupt)
 
 
-def test_every_flipped_bit_is_refused(folder: SlotFolder):
-    _SMALL.write(folder)
-    data = _bytes(folder)
+@pytest.mark.parametrize("state", [_SMALL, _STATES], ids=["pages", "states"])
+def test_every_flipped_bit_is_refused(folder: SlotFolder, state: State):
+    state.write(folder)
+    data, accepted = _bytes(folder), replace(ACCEPTED, traits=state.manifest.traits)
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert isinstance(_refused(folder, bytes(damaged)), SlotFileCorrupt), bit
+        assert isinstance(_refused(folder, bytes(damaged), accepted), SlotFileCorrupt), bit
 
 
 def test_bytes_behind_the_body_are_refused(folder: SlotFolder):
@@ -316,6 +375,9 @@ def _rewritten(data: bytes, old: str, new: str) -> bytes:
         ('"marks":"[[1,9]]"', '"marks":"[[0,9]]"'),
         ('"marks":"[[1,9]]"', '"marks":"[[9,1]]"'),
         ('"marks":"[[1,9]]"', '"marks":"[1,9]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[]"'),
+        ('"marks":"[[1,9]]"', '"marks":"[[1,8]]"'),
+        ('"recurrent":""', '"recurrent":"[1,[2,3],null]"'),
         ('"moved_from":""', '"moved_from":"10"'),
         ('"moved_from":""', '"moved_from":"-1"'),
         ('"window":"[1,1,2,1,2]"', '"window":""'),
@@ -335,13 +397,41 @@ def test_a_forged_header_is_refused(folder: SlotFolder, old: str, new: str):
     assert isinstance(_refused(folder, _rewritten(_bytes(folder), old, new)), SlotFileCorrupt)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"marks":"[[4,4],[5,5]]"', '"marks":"[[3,4],[5,5]]"'),
+        ('"marks":"[[4,4],[5,5]]"', '"marks":"[[4,4]]"'),
+        ('"marks":"[[4,4],[5,5]]"', '"marks":"[]"'),
+        ('"marks":"[[4,4],[5,5]]"', '"marks":"[[5,5],[4,4]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":""'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[1,[2,3],null]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[1,null,[1,2,2]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[1,[2,3]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[1,[],[1,2,2]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[1,[2,3],[1,2,2,1,1]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[1,[2,16777217],[1,2,2]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"[-1,[2,3],[1,2,2]]"'),
+        ('"recurrent":"[1,[2,3],[1,2,2]]"', '"recurrent":"{}"'),
+        ('"shape":[1,1,2,2]', '"shape":[1,2,1,2]'),
+        ('"dtype":"F32"', '"dtype":"F16"'),
+    ],
+)
+def test_a_forged_header_of_states_is_refused(folder: SlotFolder, old: str, new: str):
+    _STATES.write(folder)
+    accepted = replace(ACCEPTED, traits=_STATES.manifest.traits)
+    damaged = _rewritten(_bytes(folder), old, new)
+    assert isinstance(_refused(folder, damaged, accepted), SlotFileCorrupt)
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_random_damage_is_refused_in_little_memory(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ):
     folder = SlotFolder(str(tmp_path_factory.mktemp("fuzz")))
-    _SMALL.write(folder)
+    state = data.draw(st.sampled_from([_SMALL, _STATES]))
+    state.write(folder)
     whole = _bytes(folder)
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 6))):
@@ -359,16 +449,17 @@ def test_random_damage_is_refused_in_little_memory(
     if bytes(damaged) == whole:
         return
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _refused(folder, bytes(damaged))
+    _refused(folder, bytes(damaged), replace(ACCEPTED, traits=state.manifest.traits))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before <= 8 << 10
 
 
 def test_windows_are_kept_where_they_can_be_continued(folder: SlotFolder):
     """A window of 24 before token 40 is 17 to 39; marks that touch share their tokens."""
-    marks = (WindowMark(40, 40), WindowMark(60, 62), WindowMark(290, 300))
+    marks = (Mark(40, 40), Mark(60, 62), Mark(290, 300))
     make_state(300, marks=marks, moved_from=7).write(folder)
     _, contents = read_state(folder)
-    assert [piece.span for piece in contents if piece.kind.value == "swa"] == [
+    pages = [piece for piece in contents if isinstance(piece, PagePiece)]
+    assert [piece.span for piece in pages if piece.kind is PoolKind.SWA] == [
         Span(17, 62),
         Span(267, 300),
     ]

@@ -23,10 +23,29 @@ def test_the_oldest_snapshot_makes_room_for_the_next() -> None:
     kept = [Checkpoint(n, lowest=n, state_id=states.take() or 0) for n in (5, 6)]
     for checkpoint in kept:
         states.checkpoints.add(checkpoint)
+        checkpoint.owner = [checkpoint]
     states.checkpoints.touch(kept[0])
     assert states.take() == kept[1].state_id
     assert states.num_snapshots == 2
     states.check_integrity([kept[0].state_id, kept[1].state_id])
+
+
+def test_a_state_that_is_kept_for_somebody_makes_no_room() -> None:
+    states = RecurrentStates(2, num_slots=1, interval_tokens=8)
+    kept = Checkpoint(5, lowest=5, state_id=states.take() or 0)
+    states.checkpoints.add(kept)
+    assert states.take() is None
+    states.check_integrity([kept.state_id])
+
+
+def test_a_slot_can_take_over_another_state() -> None:
+    states = RecurrentStates(3, num_slots=2, interval_tokens=8)
+    other = states.take()
+    assert other is not None
+    assert states.swap(1, other) == 2
+    assert (states.own(1), states.held_ids()) == (other, [1, 2, 3])
+    states.give_back(2)
+    states.check_integrity([])
 
 
 def test_without_any_to_spare_there_is_none() -> None:
