@@ -65,6 +65,7 @@ from engine.types import (
     ExpertFigures,
     Failed,
     PoolInfo,
+    PoolKind,
     Request,
     Snapshot,
 )
@@ -296,6 +297,7 @@ class Engine:
     def _rebuild_doors(self, parts: EngineParts) -> RebuildDoors:
         return RebuildDoors(
             split=self.pools.split,
+            num_experts=lambda: self.pools.experts()[0].cached if self.pools.experts else 0,
             num_rows=lambda: len(self._scheduler.rows),
             num_transfers=lambda: self._scheduler.num_transfers,
             set_open=partial(setattr, self._scheduler, "is_open"),
@@ -475,6 +477,7 @@ class Engine:
         if self.pools.experts is None:
             return now
         pool, figures = self.pools.experts()
+        pool = replace(pool, ceiling=most[PoolKind.MOE_CACHE])
         return replace(now, pools=(*now.pools, pool), experts=figures)
 
     def _describe_adapters(self, count_users: Callable[[int], int]) -> tuple[AdapterInfo, ...]:

@@ -30,12 +30,10 @@ from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
-from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.memory.split import MemoryLimits, shape_of, sizes_of
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
-from engine.model.expert_cache import expert_shape
 from engine.model.moving import can_move
 from engine.model.scoring import read_head
 from engine.model.spec import ModelSpec
@@ -140,13 +138,13 @@ def load_engine(
                 overlaps=config.prefill_overlap,
             )
             head = read_head(spec, file)
-            expert_pool = _expert_pool(expert_shape(spec, file, is_native=is_native), weights)
+            expert_pool = _expert_pool(weights)
             if tokenizing.done():
                 tokenizing.result()  # a refusal need not wait for the compiler
             model = target_model(spec)
             adapters = read_start_adapters(config, model)
             capacity = capacity_for(config, adapters, model)
-            limits = _memory_limits(spec, _nbytes(weights), weights, expert_pool)
+            limits = _memory_limits(spec, _fixed_bytes(weights))
             experts = expert_pool()[0] if expert_pool else None
             bank_bytes = capacity.nbytes(model.matrices.values())
             check_bank_room(
@@ -155,7 +153,7 @@ def load_engine(
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
-    limits = _memory_limits(spec, runner.fixed_bytes, weights, expert_pool)
+    limits = _memory_limits(spec, runner.fixed_bytes)
     replaced: dict[str, Any] = {"memory": limits} | parts
     engine_parts = EngineParts(
         runner=runner,
@@ -208,40 +206,28 @@ def choose_kernels(wanted: str) -> bool:
     return False
 
 
-def _expert_pool(
-    shape: ExpertShape | None, weights: Weights
-) -> Callable[[], tuple[PoolInfo, ExpertFigures]] | None:
+def _expert_pool(weights: Weights) -> Callable[[], tuple[PoolInfo, ExpertFigures]] | None:
     """How the moe_cache pool stands; None where the model has no experts."""
-    if shape is None:
+    if weights.experts is None:
         return None
-    if weights.experts is not None:
-        store = weights.experts.store
-        return lambda: (store.pool_info(), store.figures)
-    resident = shape.pool_info(shape.ceiling, shape.ceiling), ExpertFigures()
-    return lambda: resident
+    store = weights.experts.pool.store
+    return lambda: (store.pool_info(), store.figures)
 
 
-def _memory_limits(
-    spec: ModelSpec,
-    fixed_bytes: int,
-    weights: Weights,
-    experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None,
-) -> MemoryLimits:
+def _memory_limits(spec: ModelSpec, fixed_bytes: int) -> MemoryLimits:
     """What there is: all of the device's memory, else of the machine's.
 
     `fixed_bytes` are those of arrays that no pool's size changes.
     """
-    if experts is not None and weights.experts is None:
-        pool, _ = experts()
-        fixed_bytes -= pool.size * pool.unit_bytes  # they are counted as a pool
     stats = cast("dict[str, int]", jax.devices()[0].memory_stats() or {})
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_bytes = stats.get("bytes_limit", machine)
     return MemoryLimits(spec.architecture, fixed_bytes, limit_bytes)
 
 
-def _nbytes(weights: Weights) -> int:
-    return sum(array.nbytes for array in jax.tree.leaves(weights))
+def _fixed_bytes(weights: Weights) -> int:
+    """Of all but experts, which are a pool."""
+    return sum(array.nbytes for array in jax.tree.leaves(replace(weights, experts=None)))
 
 
 def _keep_programs(folder: str) -> None:

@@ -6,6 +6,7 @@ while the old ones serve; the arrays themselves stay with the runner.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -48,8 +49,8 @@ class RunnerConfig:
     """Sizes of the device side.
 
     `num_pages` and `num_window_pages` count usable pages of the kv and the swa pool, `num_states`
-    usable states of the mamba pool; the sink of each, number 0, is extra. `embeds`: steps may ask
-    for hidden states.
+    usable states of the mamba pool; the sink of each, number 0, is extra. `expert_slots` are the
+    experts in memory. `embeds`: steps may ask for hidden states.
     """
 
     max_rows: int
@@ -62,6 +63,7 @@ class RunnerConfig:
     adapters: AdapterCapacity = field(default_factory=AdapterCapacity)
     num_states: int = 0
     embeds: bool = False
+    expert_slots: int = 0
 
     @property
     def pool_sizes(self) -> PoolSizes:
@@ -77,11 +79,19 @@ class RunnerConfig:
     @property
     def device_sizes(self) -> DeviceSizes:
         """The same, as a rebuild gives them."""
-        return DeviceSizes(self.num_pages, self.num_window_pages, self.num_states)
+        return DeviceSizes(
+            self.num_pages, self.num_window_pages, self.num_states, self.expert_slots
+        )
 
     def at(self, sizes: DeviceSizes) -> RunnerConfig:
         """The same with pools of other sizes."""
-        return replace(self, num_pages=sizes.kv, num_window_pages=sizes.swa, num_states=sizes.mamba)
+        return replace(
+            self,
+            num_pages=sizes.kv,
+            num_window_pages=sizes.swa,
+            num_states=sizes.mamba,
+            expert_slots=sizes.moe_cache,
+        )
 
 
 class PoolPrograms:
@@ -90,7 +100,10 @@ class PoolPrograms:
     def __init__(
         self, spec: ModelSpec, weights: Weights, config: RunnerConfig, banks: AdapterBanks | None
     ) -> None:
-        """Compiles nothing yet, and allocates no pool."""
+        """Compiles nothing yet, and allocates no pool.
+
+        Of `weights` only the shapes are looked at, so that no array lives as long as this.
+        """
         self.config = config
         self.places = place_layers(
             spec, config.num_pages, config.num_window_pages, config.num_states
@@ -103,7 +116,7 @@ class PoolPrograms:
             self.state_io = StateIo(states, spec.num_recurrent_layers, config.num_states)
         self.moves = _token_moves(spec, weights, self.places, config.num_pages)
         self._spec = spec
-        self._weights = weights
+        self._weights = jax.tree.map(_shape_of, weights)
         self._banks = banks
         self._limits = _step_limits(spec, config)
         self._steps: dict[Bucket, Program] = {}
@@ -112,6 +125,12 @@ class PoolPrograms:
     def sizes(self) -> DeviceSizes:
         """The sizes that these are for."""
         return self.config.device_sizes
+
+    def at(self, sizes: DeviceSizes) -> PoolPrograms:
+        """The same programs under other sizes, which differ in nothing that they know."""
+        other = copy.copy(self)
+        other.config = self.config.at(sizes)
+        return other
 
     def shapes(self) -> list[Bucket]:
         """Every shape of a step, adapters and hidden states aside; an encoder's have other ones."""

@@ -13,16 +13,16 @@ import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from engine.errors import EngineError, NotSupported
+from engine.errors import EngineError
 from engine.failpoints import Failpoints, Site
 from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack
 from engine.memory.pages import PageAllocator
 from engine.memory.split import PoolSizes, Split, SplitShape, check_target
 from engine.slots.forecast import forecast
-from engine.slots.survivors import Copies, HeldState, let_go, renumber
+from engine.slots.survivors import Copies, HeldState, Touched, let_go, renumber
 from engine.slots.table import SlotTable
 from engine.step import DeviceSizes, PoolLost, PreparedPools, Runner
 
@@ -104,12 +104,14 @@ class RebuildReport:
 class RebuildDoors:
     """What a rebuild needs of the engine.
 
-    `split` is what the pools share and their sizes now. `num_rows` and `num_transfers` run now. `set_open` lets waiting work begin or not. `post` runs
+    `split` is what the pools share and their sizes now, `num_experts` how many are in memory.
+    `num_rows` and `num_transfers` run now. `set_open` lets waiting work begin or not. `post` runs
     something on the engine thread, from any other; `start` runs something on another thread.
     `on_resized` is called with new sizes in force, `on_failed` once nothing can be served any more.
     """
 
     split: Callable[[], tuple[SplitShape, PoolSizes]]
+    num_experts: Callable[[], int]
     num_rows: Callable[[], int]
     num_transfers: Callable[[], int]
     set_open: Callable[[bool], None]
@@ -218,8 +220,6 @@ class Rebuilds:
         if not wish.validate_only and not is_same:
             self._refuse_if_busy(wish)
         split = check_target(shape, current, wish.target)
-        if split.sizes.moe_cache != current.moe_cache:
-            raise NotSupported("another size of the moe_cache pool while the server runs")
         if wish.validate_only or is_same:
             return self._forecast(wish, current, split, began_s)
         self.last_request_id = wish.request_id
@@ -244,19 +244,26 @@ class Rebuilds:
         self, wish: RebuildWish, current: PoolSizes, split: Split, began_s: float
     ) -> RebuildReport:
         seen = forecast(self._table, self._pages, device_sizes(split.sizes))
+        num_experts = self._doors.num_experts()
+        kept = min(num_experts, split.sizes.moe_cache or 0)
+        touched = Touched.of(device_sizes(current), device_sizes(split.sizes))
         return RebuildReport(
             request_id=wish.request_id,
             previous=current,
             split=split,
-            kept=seen.kept,
-            dropped=seen.dropped,
-            peak_bytes=self._peak_bytes(current, split, self._bytes_of(seen.units)),
+            kept=replace(seen.kept, experts=kept),
+            dropped=replace(seen.dropped, experts=num_experts - kept),
+            peak_bytes=self._peak_bytes(current, split, self._bytes_of(seen.units, touched)),
             elapsed_s=self._doors.clock() - began_s,
             is_busy=self._job is not None or bool(self._busy_cause()),
         )
 
-    def _bytes_of(self, units: DeviceSizes) -> int:
-        counts = {"kv": units.kv, "swa": units.swa, "mamba": units.mamba}
+    def _bytes_of(self, units: DeviceSizes, touched: Touched) -> int:
+        counts: dict[str, int] = {}
+        if touched.pages:
+            counts |= {"kv": units.kv, "swa": units.swa}
+        if touched.states:
+            counts["mamba"] = units.mamba
         pools = self._doors.split()[0].pools
         return sum(pool.unit_bytes * counts.get(pool.kind.value, 0) for pool in pools)
 
@@ -322,7 +329,7 @@ class Rebuilds:
 
     def _replace(self, job: _Job) -> None:
         job.waiters = [done for done in job.waiters if done.set_running_or_notify_cancel()]
-        (shape, current), before = self._doors.split(), HeldState.of(self._table)
+        (shape, current), before = self._doors.split(), self._held()
         try:
             split = check_target(shape, current, job.wish.target)
         except EngineError as error:
@@ -331,14 +338,16 @@ class Rebuilds:
             return
         copies: Copies | None = None
         old: PreparedPools = self._runner.pools
+        touched = Touched.of(old.sizes, device_sizes(split.sizes))
         try:
-            copies = self._copy_out(job)
-            self._swap(job, job.compiled.result(), copies)
+            copies = self._copy_out(job, touched)
+            self._swap(job, job.compiled.result(), copies, touched)
         except Exception as error:
-            self._undo(job, old, copies, error)
+            self._undo(job, old, copies, touched, error)
             return
         self._doors.on_resized()
-        kept = HeldState.of(self._table)
+        # Those that were read to fill a larger pool were not kept.
+        kept = self._held(at_most=before.experts)
         report = RebuildReport(
             request_id=job.wish.request_id,
             previous=current,
@@ -352,17 +361,22 @@ class Rebuilds:
         self._end(job)
         _answer(job.waiters, report)
 
-    def _copy_out(self, job: _Job) -> Copies:
+    def _held(self, at_most: int | None = None) -> HeldState:
+        experts = self._doors.num_experts()
+        experts = experts if at_most is None else min(experts, at_most)
+        return replace(HeldState.of(self._table), experts=experts)
+
+    def _copy_out(self, job: _Job, touched: Touched) -> Copies:
         with self._timed(job, Stage.COPY_OUT):
             let_go(self._table, self._pages, device_sizes(job.split.sizes))
-            return Copies.read(self._table, self._pages, self._runner)
+            return Copies.read(self._table, self._pages, self._runner, touched)
 
-    def _swap(self, job: _Job, prepared: PreparedPools, copies: Copies) -> None:
+    def _swap(self, job: _Job, prepared: PreparedPools, copies: Copies, touched: Touched) -> None:
         with self._timed(job, Stage.FREE):
             self._runner.free_pools(prepared)
         with self._timed(job, Stage.ALLOCATE):
             self._runner.allocate_pools(prepared)
-        renumber(self._table, self._pages, prepared.sizes)
+        renumber(self._table, self._pages, prepared.sizes, touched)
         with self._timed(job, Stage.COPY_BACK):
             copies.write(self._runner)
         with self._timed(job, Stage.WARM):
@@ -376,18 +390,27 @@ class Rebuilds:
         self._failpoints.check(_SITES[stage])
         job.times[stage] = self._doors.clock() - began_s
 
-    def _undo(self, job: _Job, old: PreparedPools, copies: Copies | None, error: Exception) -> None:
+    def _undo(
+        self,
+        job: _Job,
+        old: PreparedPools,
+        copies: Copies | None,
+        touched: Touched,
+        error: Exception,
+    ) -> None:
         """Goes back to the old sizes; without copies nothing was freed yet."""
         if copies is not None:
             try:
                 self._runner.free_pools(old)
                 self._runner.allocate_pools(old)
-                renumber(self._table, self._pages, old.sizes)
+                renumber(self._table, self._pages, old.sizes, touched)
                 copies.write(self._runner)
             except Exception as second:
                 self._latch(job, second)
                 return
-        elif isinstance(error, PoolLost):
+        is_copied = copies is not None and touched.pages and (touched.states or not old.sizes.mamba)
+        if isinstance(error, PoolLost) and not is_copied:
+            # What was not to be touched went with it.
             self._table.empty_all()
         self._roll_back(job, error)
 
@@ -411,7 +434,7 @@ class Rebuilds:
 
 def device_sizes(sizes: PoolSizes) -> DeviceSizes:
     """Returns the sizes of what lies on the device."""
-    return DeviceSizes(sizes.kv or 0, sizes.swa or 0, sizes.mamba or 0)
+    return DeviceSizes(sizes.kv or 0, sizes.swa or 0, sizes.mamba or 0, sizes.moe_cache or 0)
 
 
 def _is_given_up(job: _Job) -> bool:

@@ -116,6 +116,9 @@ class JaxRunner:
                 "the attention walk"
             )
         spec = spec.at_context(config.context_tokens)
+        experts = weights.experts
+        if experts is not None:
+            config = replace(config, expert_slots=experts.pool.num_slots)
         self._spec = spec
         self._pool, self._states = first_pools(spec, config.pool_sizes)
         self._weights = weights
@@ -180,27 +183,46 @@ class JaxRunner:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of weights, adapter banks and workspace: what no size of a pool changes."""
-        arrays = jax.tree.leaves((self._weights, self._banks.arrays if self._banks else None))
+        weights = replace(self._weights, experts=None)
+        arrays = jax.tree.leaves((weights, self._banks.arrays if self._banks else None))
         workspace = self._texts.workspace_bytes if self._texts else self._programs.workspace_bytes
         return sum(array.nbytes for array in arrays) + workspace
 
     def prepare(self, sizes: DeviceSizes) -> PoolPrograms:
-        """Compiles all programs of other sizes."""
-        config = self._config.at(sizes)
-        programs = PoolPrograms(self._spec, self._weights, config, self._banks)
+        """Compiles all programs of other sizes, if they are others."""
+        now, weights = self._programs.sizes, self._weights
+        if not self._changes_programs(now, sizes):
+            return self._programs.at(sizes)
+        if weights.experts is not None:
+            planned = weights.experts.pool.planned(sizes.moe_cache)
+            weights = weights.with_experts(self._spec, planned, sizes.moe_cache)
+        programs = PoolPrograms(self._spec, weights, self._config.at(sizes), self._banks)
         programs.compile()
         return programs
+
+    def _changes_programs(self, now: DeviceSizes, then: DeviceSizes) -> bool:
+        """A program knows where pages and states lie, and whether experts are in slots."""
+        if now.changes_pages(then) or now.changes_states(then):
+            return True
+        if self._weights.experts is None:
+            return False
+        ceiling = self._weights.experts.pool.shape.ceiling
+        return (now.moe_cache == ceiling) != (then.moe_cache == ceiling)
 
     def free_pools(self, target: PoolPrograms) -> None:
         """Frees the arrays that have another size there."""
         now, then = self._programs.sizes, target.sizes
-        if (now.kv, now.swa) != (then.kv, then.swa):
+        if now.changes_pages(then):
             _delete(self._pool)
-        if now.mamba != then.mamba:
+        if now.changes_states(then):
             _delete(self._states)
+        experts = self._weights.experts
+        if experts is not None and then.moe_cache < experts.pool.num_slots:
+            experts.pool.resize(then.moe_cache)
 
     def allocate_pools(self, target: PoolPrograms) -> None:
         """Makes what was freed anew, empty; nothing has changed if there is no memory for it."""
+        weights = self._with_experts(target.sizes.moe_cache)
         pages, states = self._pool, self._states
         if _is_deleted(pages):
             pages = new_pages(self._spec, target.config.pool_sizes)
@@ -208,6 +230,20 @@ class JaxRunner:
             states = new_states_of(self._spec, target.config.pool_sizes)
         jax.block_until_ready((pages, states))
         self._pool, self._states, self._programs = pages, states, target
+        self._weights = weights
+
+    def _with_experts(self, num_slots: int) -> Weights:
+        """The weights with as many experts in memory as that."""
+        weights = self._weights
+        if weights.experts is None:
+            return weights
+        pool = weights.experts.pool
+        if pool.num_slots != num_slots:
+            pool.resize(num_slots)
+        assert pool.view is not None
+        if pool.view is weights.experts:
+            return weights
+        return weights.with_experts(self._spec, pool.view, num_slots)
 
     def warm(self) -> None:
         """Runs the programs of short steps once on padding."""

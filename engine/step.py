@@ -325,11 +325,23 @@ class DeviceStore(PageStore, StateStore, Protocol):
 
 @dataclass(frozen=True)
 class DeviceSizes:
-    """Usable pages of the kv and the swa pool and states of the mamba pool, 0 where there is none."""
+    """Usable pages of the kv and the swa pool, states of the mamba pool and experts in memory.
+
+    0 where there is no such pool.
+    """
 
     kv: int
     swa: int = 0
     mamba: int = 0
+    moe_cache: int = 0
+
+    def changes_pages(self, other: DeviceSizes) -> bool:
+        """Whether pages lie elsewhere there: both kinds share their arrays."""
+        return (self.kv, self.swa) != (other.kv, other.swa)
+
+    def changes_states(self, other: DeviceSizes) -> bool:
+        """Whether states do."""
+        return self.mamba != other.mamba
 
 
 class PreparedPools(Protocol):
@@ -360,7 +372,8 @@ class Resizable(Protocol):
     def free_pools(self, target: Any) -> None:
         """Frees the pools that have another size there; what they held is lost.
 
-        Pages of both kinds share their arrays, so they go together.
+        Pages of both kinds share their arrays, so they go together. Of experts those are kept that
+        still fit, and what a larger pool will hold is kept whole.
         """
         ...
 

@@ -45,7 +45,6 @@ def from_sizes(sizes: PoolSizes) -> rebuild_pb2.PoolSizes:
 def from_report(report: RebuildReport) -> rebuild_pb2.RebuildResponse:
     """What a rebuild did, or would do."""
     split = report.split
-    # A change of size touches no expert that is resident yet.
     return rebuild_pb2.RebuildResponse(
         previous=from_sizes(report.previous),
         current=from_sizes(report.current),
@@ -53,8 +52,8 @@ def from_report(report: RebuildReport) -> rebuild_pb2.RebuildResponse:
         erased_slot_ids=report.dropped.slot_ids,
         elapsed=to_duration(report.elapsed_s),
         request_id=report.request_id,
-        kept=_held(report.kept, report.current.moe_cache or 0),
-        dropped=_held(report.dropped, 0),
+        kept=_held(report.kept),
+        dropped=_held(report.dropped),
         stage_times=[
             rebuild_pb2.StageTime(stage=_STAGES[stage], elapsed=to_duration(seconds))
             for stage, seconds in report.stages
@@ -69,10 +68,10 @@ def from_report(report: RebuildReport) -> rebuild_pb2.RebuildResponse:
     )
 
 
-def _held(held: HeldState, experts: int) -> rebuild_pb2.HeldState:
+def _held(held: HeldState) -> rebuild_pb2.HeldState:
     return rebuild_pb2.HeldState(
         prefix_tokens=held.prefix_tokens,
         slot_ids=held.slot_ids,
         snapshots=held.snapshots,
-        experts=experts,
+        experts=held.experts,
     )

@@ -45,8 +45,10 @@ class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
         """
         engine = self._bridge.engine
         shape, sizes = engine.pools.split()
+        now = engine.snapshot()
         return GetPoolsResponse(
-            pools=[from_pool(pool) for pool in engine.snapshot().pools],
+            pools=[from_pool(pool) for pool in now.pools],
+            prefill_overlap=None if now.experts is None else now.experts.overlaps,
             budget_bytes=shape.budget_bytes(sizes),
             fixed_bytes=shape.fixed_bytes(sizes),
             state=STATES[engine.rebuilds.state],

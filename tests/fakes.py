@@ -21,6 +21,7 @@ from engine.adapters.desk import NO_ADAPTERS, AdapterSetup
 from engine.adapters.fit import TargetModel
 from engine.engine import Engine, EngineParts
 from engine.failpoints import Failpoints
+from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.step import (
     DeviceSizes,
@@ -35,7 +36,14 @@ from engine.step import (
     StateLayout,
     StepBatch,
 )
-from engine.types import EngineConfig, EventSink, PoolKind, Request
+from engine.types import (
+    EngineConfig,
+    EventSink,
+    ExpertFigures,
+    PoolInfo,
+    PoolKind,
+    Request,
+)
 
 _UNWRITTEN = -1
 _STATE_TOKENS = 4096  # what a state can remember
@@ -164,6 +172,8 @@ def scripted(answer: Sequence[int], prompt_tokens: int) -> Callable[[Sequence[in
     return next_token
 
 
+# The experts of a fake model that has some: what they say changes no token.
+EXPERTS = ExpertShape(num_layers=3, num_experts=4, top_k=2, slot_bytes=1000)
 # As `fake_shape` has them: layers by pool, and (heads, dim) of a token's keys and of its values.
 _LAYERS = {PoolKind.KV: 2, PoolKind.SWA: 1}
 _TOKEN_SHAPE = (2, 8)
@@ -256,6 +266,7 @@ class FakeRunner:
     window: int | None = None
     num_window_pages: int = 0
     num_states: int = 0
+    num_experts: int = 0
     next_token: Callable[[Sequence[int]], int] | None = None
     fail_with: Exception | None = None
     poison: tuple[int, ...] | None = None
@@ -270,15 +281,23 @@ class FakeRunner:
     can_move_tokens: bool = True
     fail_prepare_with: Exception | None = None
     fail_allocations_with: list[Exception] = field(default_factory=list[Exception])
+    fail_warm_with: Exception | None = None
 
     _hidden: list[FloatArray] = field(default_factory=list[FloatArray], init=False)
 
     def __post_init__(self) -> None:
+        self._sizes = DeviceSizes(
+            self.num_pages, self.num_window_pages, self.num_states, self.num_experts
+        )
         self._forget()
+
+    def expert_pool(self) -> tuple[PoolInfo, ExpertFigures]:
+        """How the moe_cache pool stands: it is always full."""
+        return EXPERTS.pool_info(self.num_experts, self.num_experts), ExpertFigures()
 
     @property
     def pools(self) -> FakePools:
-        return FakePools(DeviceSizes(self.num_pages, self.num_window_pages, self.num_states))
+        return FakePools(self._sizes)
 
     def prepare(self, sizes: DeviceSizes) -> FakePools:
         error, self.fail_prepare_with = self.fail_prepare_with, None
@@ -289,10 +308,11 @@ class FakeRunner:
     def free_pools(self, target: FakePools) -> None:
         """What is freed is gone: nothing of it may be read, whatever is allocated next."""
         now, then = self.pools.sizes, target.sizes
-        if (now.kv, now.swa) != (then.kv, then.swa):
+        if now.changes_pages(then):
             self._memory, self._window_memory = (np.empty((0, 0), np.int32) for _ in range(2))
-        if now.mamba != then.mamba:
+        if now.changes_states(then):
             self._states = []
+        self.num_experts = min(self.num_experts, then.moe_cache)
 
     def allocate_pools(self, target: FakePools) -> None:
         if self.fail_allocations_with:
@@ -308,9 +328,15 @@ class FakeRunner:
         assert len(self._window_memory) == sizes.swa + 1
         assert len(self._states) == sizes.mamba + 1
         self.num_pages, self.num_window_pages, self.num_states = sizes.kv, sizes.swa, sizes.mamba
+        self.num_experts, self._sizes = sizes.moe_cache, sizes
 
     def warm(self) -> None:
         assert len(self._memory) == self.num_pages + 1
+        error, self.fail_warm_with = self.fail_warm_with, None
+        if error is not None:
+            if isinstance(error, PoolLost):
+                self._forget()
+            raise error
 
     @property
     def state_layout(self) -> StateLayout | None:
@@ -430,6 +456,7 @@ class FakeRunner:
             self.on_run(batch)
         if self.keep_batches:
             self.batches.append(batch)
+        assert self.num_experts == self._sizes.moe_cache, "experts of no size that was asked for"
         if self.max_texts:
             return self._read_texts(batch)
         works = batch.works
@@ -666,6 +693,8 @@ def fake_engine(
     plan = plan_memory(config, fake_shape(window, is_recurrent), training_tokens)
     error_ids = iter(range(1 << 62))
     runner = runner or fitting_runner(plan)
+    if runner.num_experts:
+        changes["experts"] = runner.expert_pool
     parts = EngineParts(
         runner=runner,
         adapters=_adapter_setup(runner, num_adapters),
@@ -689,14 +718,15 @@ def _adapter_setup(runner: FakeRunner, count: int) -> AdapterSetup:
     return AdapterSetup(runner, AdapterCapacity(count=count, rank=4), model)
 
 
-def fitting_runner(plan: MemoryPlan) -> FakeRunner:
-    """A runner with the pools of a plan."""
+def fitting_runner(plan: MemoryPlan, num_experts: int = 0) -> FakeRunner:
+    """A runner with the pools of a plan, and experts in memory."""
     return FakeRunner(
         plan.kv_pages,
         plan.page_tokens,
         window=plan.window.window if plan.window else None,
         num_window_pages=plan.window.pages if plan.window else 0,
         num_states=plan.states.states if plan.states else 0,
+        num_experts=num_experts,
     )
 
 

@@ -52,8 +52,16 @@ class ExpertRecords:
         """Where each stack's matrix lies in a record of a layer, in blocks from its start."""
         return [stack.place for stack in self._layers[layer]]
 
+    def blocks_of(self, layer: int) -> int:
+        """The length of a layer's records, in blocks of 64 bytes."""
+        return _end(self._layers[layer])
+
+    def file_bytes(self, layer: int) -> int:
+        """What one expert of a layer takes in the file."""
+        return sum(stack.info.nbytes // stack.info.shape[0] for stack in self._layers[layer])
+
     def read(self, layer: int, expert: int, target: Bytes) -> None:
-        """Reads one expert into a slot, uint8 [num_blocks * 64].
+        """Reads one expert into a slot, uint8 [blocks_of(layer) * 64] or longer.
 
         Raises:
             ModelFileError: The file is shorter than it was, or a value of it is not finite.

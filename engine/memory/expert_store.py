@@ -2,10 +2,12 @@
 
 A model whose experts are not all resident keeps some of them in slots of one size and reads the
 others when a step needs them. The store knows layers, experts and bytes, and neither files (a
-`reader` fills a slot) nor devices (kernels look at its tables and call `ensure`).
+`reader` fills a slot) nor devices (kernels look at its tables and call `ensure`); the memory of the
+slots is given to it.
 
 Example:
-    store = ExpertStore(ExpertShape(num_layers=2, num_experts=8, top_k=2, slot_bytes=1 << 16), 8, read)
+    store = ExpertStore(ExpertShape(num_layers=2, num_experts=8, top_k=2, slot_bytes=1 << 16), read)
+    store.take(np.zeros((8, 1 << 16), np.uint8))
     store.ensure(layer=0, experts=[3, 5], is_long=False)
     store.slots[store.slot_of[0, 3]]
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +25,6 @@ import numpy.typing as npt
 from engine.errors import InvalidField
 from engine.types import ExpertFigures, PoolInfo, PoolKind
 
-_ALIGNMENT = 64
 # As in expert_cache.cc.
 _HALF_LIFE_TOKENS = 128
 _MOST_CLOCK = 1e150
@@ -33,6 +34,8 @@ LOOKUPS, HITS, LOADS_AHEAD = 0, 1, 2
 
 Bytes = npt.NDArray[np.uint8]
 Reader = Callable[[int, int, Bytes], None]
+Expert = tuple[int, int]
+"""A layer among those with experts, and an expert of it."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +90,16 @@ class ExpertShape:
 class ExpertStore:
     """Slots of experts. `ensure` is called by one step at a time; figures may be read any time."""
 
-    def __init__(
-        self, shape: ExpertShape, num_slots: int, reader: Reader, *, overlaps: bool = True
-    ) -> None:
-        """Allocates empty slots.
+    def __init__(self, shape: ExpertShape, reader: Reader, *, overlaps: bool = True) -> None:
+        """Makes books without any slot.
 
         Args:
             shape: What the experts are.
-            num_slots: From the floor on, see `ExpertShape.checked`.
             reader: Called with (layer, expert, a slot's bytes), from any thread; fills the slot.
-            overlaps: Read the next layer's experts ahead while a long step computes; takes two
-                layers' worth of slots.
-
-        Raises:
-            InvalidField: The size is out of range, or there is no memory for it.
+            overlaps: Read the next layer's experts ahead while a long step computes, whenever
+                there are two layers' worth of slots.
         """
-        self.shape, self.num_slots = shape, shape.checked(num_slots)
-        self.overlaps = overlaps and num_slots >= 2 * shape.num_experts
-        self.slots = _aligned_slots(num_slots, shape.slot_bytes)
+        self.shape = shape
         lead = (shape.num_layers, shape.num_experts)
         self.slot_of = np.full(lead, _NOBODY, np.int32)
         # A use counts `clock`, which doubles with time: what is compared has decayed.
@@ -112,14 +107,57 @@ class ExpertStore:
         self.clock = np.ones(1, np.float64)
         self.counts = np.zeros(3, np.int64)
         self._reader = reader
-        self._layer_of = np.full(num_slots, _NOBODY, np.int32)
-        self._expert_of = np.full(num_slots, _NOBODY, np.int32)
-        self._taken_at = np.zeros(num_slots, np.int64)
-        self._num_taken = 0
+        self._wants_ahead = overlaps
         self._loads = self._loads_ahead = 0
         self._stall_s = 0.0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="experts")
         self._ahead: Future[None] | None = None
+        self.take(np.zeros((0, shape.slot_bytes), np.uint8))
+
+    def take(self, slots: Bytes, held: Sequence[Expert] = ()) -> None:
+        """Goes over to other slots, uint8 [n, slot_bytes], the first of which hold `held`.
+
+        What the old ones held is forgotten, how often each expert was used is not. Nothing may be
+        read ahead, see `settle`.
+        """
+        self._set_books(len(slots), held)
+        self.slots = slots
+        self.overlaps = self._wants_ahead and len(slots) >= 2 * self.shape.num_experts
+
+    def take_all(self) -> None:
+        """Every expert is in memory, though in no slot: nothing is asked of the store any more."""
+        shape = self.shape
+        every = [(i, e) for i in range(shape.num_layers) for e in range(shape.num_experts)]
+        self._set_books(shape.ceiling, every)
+        self.slots = np.zeros((0, shape.slot_bytes), np.uint8)
+        self.overlaps = False
+
+    def _set_books(self, num_slots: int, held: Sequence[Expert]) -> None:
+        self.num_slots = num_slots
+        self._layer_of = np.full(num_slots, _NOBODY, np.int32)
+        self._expert_of = np.full(num_slots, _NOBODY, np.int32)
+        self._taken_at = np.zeros(num_slots, np.int64)
+        self._num_taken = 0
+        self.slot_of[:] = _NOBODY
+        for slot, (layer, expert) in enumerate(held):
+            self._layer_of[slot], self._expert_of[slot] = layer, expert
+            self.slot_of[layer, expert] = slot
+
+    def most_used(self, count: int) -> list[Expert]:
+        """The experts in memory that are missed most, at most `count`, the most used first.
+
+        Of equally used ones those of all layers take turns.
+        """
+        layers, experts = np.nonzero(self.slot_of != _NOBODY)
+        order = np.lexsort((layers, experts, -self.uses[layers, experts]))[:count]
+        return list(zip(layers[order].tolist(), experts[order].tolist(), strict=True))
+
+    def settle(self) -> None:
+        """Waits for what is being read ahead; what failed will be read when a step needs it."""
+        ahead, self._ahead = self._ahead, None
+        self.counts[LOADS_AHEAD] = 0
+        if ahead is not None:
+            wait([ahead])
 
     @property
     def figures(self) -> ExpertFigures:
@@ -246,16 +284,3 @@ class ExpertStore:
         polite = held.copy()
         polite[held] = may_give[self._layer_of[held]]
         return np.flatnonzero(polite if polite.any() else held)
-
-
-def _aligned_slots(num_slots: int, slot_bytes: int) -> Bytes:
-    """Zeros [num_slots, slot_bytes] whose first byte is aligned; pages come as they are written."""
-    try:
-        memory = np.zeros(num_slots * slot_bytes + _ALIGNMENT - 1, np.uint8)
-    except MemoryError as error:
-        raise InvalidField(
-            "moe_cache_slots",
-            f"{num_slots} experts of {slot_bytes} bytes each do not fit into memory",
-        ) from error
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_slots * slot_bytes].reshape(num_slots, slot_bytes)

@@ -9,7 +9,6 @@ Source: Shazeer et al. 2017; llama.cpp's llm_graph_context::build_moe_ffn.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import jax
@@ -17,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.kernels import native
-from engine.kernels.qmatmul import MatrixStack, expert_products, gather_rows
+from engine.kernels.qmatmul import MatrixStack, gather_rows
 from engine.model.context import Context, vector
-from engine.model.expert_cache import Brought
+from engine.model.expert_pool import EXPERT_LAYER, Brought
 from engine.model.ffn import dense_ffn, gated
 from engine.model.spec import Gating, MoeFfnSpec, RouterSpec
-from engine.model.weights import EXPERT_LAYER, LayerArrays
+from engine.model.weights import LayerArrays
 
 _LEAST_SUM = 2.0**-14  # the smallest normal number of float16, as in llama.cpp
 
@@ -72,11 +71,9 @@ def _row_sums(x: jax.Array) -> jax.Array:
 
 
 def _experts(context: Context, own: LayerArrays, ids: jax.Array) -> Brought:
-    """Where all experts are resident they are in the arena, under their own numbers."""
-    weights = context.weights
-    if weights.experts is not None:
-        return weights.experts.bring(vector(own, EXPERT_LAYER), ids)
-    return Brought(ids, partial(expert_products, weights.arena))
+    view = context.weights.experts
+    assert view is not None, "a layer with experts in a model without"
+    return view.bring(vector(own, EXPERT_LAYER), ids)
 
 
 def _products(

@@ -20,11 +20,15 @@ from engine.types import PoolKind
 
 @dataclass(frozen=True)
 class HeldState:
-    """What is held: tokens of prefixes, the slots' own included, slots with any, and snapshots."""
+    """What is held: tokens of prefixes, the slots' own included, slots with any, and snapshots.
+
+    `experts` are those in memory, of which a table knows nothing.
+    """
 
     prefix_tokens: int = 0
     slot_ids: tuple[int, ...] = ()
     snapshots: int = 0
+    experts: int = 0
 
     @classmethod
     def of(cls, table: SlotTable) -> HeldState:
@@ -42,6 +46,7 @@ class HeldState:
             prefix_tokens=self.prefix_tokens - kept.prefix_tokens,
             slot_ids=tuple(each for each in self.slot_ids if each not in kept.slot_ids),
             snapshots=self.snapshots - kept.snapshots,
+            experts=self.experts - kept.experts,
         )
 
 
@@ -68,21 +73,39 @@ def let_go(table: SlotTable, pages: PageAllocator, sizes: DeviceSizes) -> None:
             raise PoolCorruption("states are held that are no snapshots")
 
 
-def renumber(table: SlotTable, pages: PageAllocator, sizes: DeviceSizes) -> None:
+@dataclass(frozen=True)
+class Touched:
+    """What a change of sizes replaces; all else stays where it is, unread."""
+
+    pages: bool
+    states: bool
+
+    @classmethod
+    def of(cls, now: DeviceSizes, then: DeviceSizes) -> Touched:
+        """Compares sizes."""
+        return cls(now.changes_pages(then), now.changes_states(then))
+
+
+def renumber(table: SlotTable, pages: PageAllocator, sizes: DeviceSizes, touched: Touched) -> None:
     """Gives the books other sizes; what is held keeps its order and has the ids from 1 on."""
-    ids = pages.resize(sizes.kv)
-    for holding in (*table.slots, *table.holdings):
-        holding.pages[:] = [ids[page_id] for page_id in holding.pages]
-    table.index.renumber(ids)
     checkpoints = table.checkpoints.all()
-    if table.windows:
-        _renumber_windows(table, checkpoints, table.windows.pages.resize(sizes.swa))
-    if table.states:
+    if touched.pages:
+        _renumber_pages(table, pages, sizes.kv)
+        if table.windows:
+            _renumber_windows(table, checkpoints, table.windows.pages.resize(sizes.swa))
+    if touched.states and table.states:
         ids = table.states.resize(sizes.mamba)
         for slot in table.slots:
             slot.state_id = ids[slot.state_id]
         for checkpoint in checkpoints:
             checkpoint.state_id = ids.get(checkpoint.state_id, 0)
+
+
+def _renumber_pages(table: SlotTable, pages: PageAllocator, size: int) -> None:
+    ids = pages.resize(size)
+    for holding in (*table.slots, *table.holdings):
+        holding.pages[:] = [ids[page_id] for page_id in holding.pages]
+    table.index.renumber(ids)
 
 
 def _renumber_windows(
@@ -95,7 +118,7 @@ def _renumber_windows(
 
 
 class Copies:
-    """Everything that is held, in host memory, in the order of its ids."""
+    """Everything that is held of what a change touches, in host memory, in the order of its ids."""
 
     def __init__(
         self, pages: Mapping[PoolKind, list[PageContent]], states: list[StateContent | None]
@@ -104,14 +127,18 @@ class Copies:
         self._states = states
 
     @classmethod
-    def read(cls, table: SlotTable, pages: PageAllocator, runner: DeviceStore) -> Copies:
+    def read(
+        cls, table: SlotTable, pages: PageAllocator, runner: DeviceStore, touched: Touched
+    ) -> Copies:
         """Copies what is held; raises whatever the device raises."""
-        held = {PoolKind.KV: pages.held_ids()}
-        if table.windows:
+        held: dict[PoolKind, list[int]] = {}
+        if touched.pages:
+            held[PoolKind.KV] = pages.held_ids()
+        if touched.pages and table.windows:
             held[PoolKind.SWA] = table.windows.pages.held_ids()
         copied = {kind: _read_pages(runner, kind, ids) for kind, ids in held.items()}
         states: list[StateContent | None] = []
-        if table.states:
+        if touched.states and table.states:
             # The state of a slot without tokens is nothing, and may never have been written.
             filled = {slot.state_id for slot in table.slots if slot.tokens}
             filled.update(table.checkpoints.held_states())

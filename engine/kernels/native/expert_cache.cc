@@ -36,9 +36,9 @@ void pass_time(const ExpertCache& c, int64_t num_tokens) {
 
 using Ids = ffi::BufferR2<ffi::S32>;
 
-ffi::Error EnsureExperts(ffi::BufferR0<ffi::S32> layer_of, Ids ids, ffi::ResultBufferR2<ffi::S32> slots,
-                         int64_t cache_id) try {
-  const auto cache = find_cache((int32_t)cache_id);
+ffi::Error EnsureExperts(ffi::BufferR0<ffi::S32> cache_id, ffi::BufferR0<ffi::S32> layer_of, Ids ids,
+                         ffi::ResultBufferR2<ffi::S32> slots) try {
+  const auto cache = find_cache(cache_id.typed_data()[0]);
   if (!cache) return invalid("ensure_experts: no such cache");
   const ExpertCache& c = *cache;
   const int32_t layer = layer_of.typed_data()[0];
@@ -110,8 +110,8 @@ extern "C" void kvarts_close_expert_cache(int32_t id) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_ensure_experts, kvarts::EnsureExperts,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
                                   .Arg<ffi::BufferR2<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Attr<int64_t>("cache"));
+                                  .Ret<ffi::BufferR2<ffi::S32>>());
 
 #pragma GCC visibility pop

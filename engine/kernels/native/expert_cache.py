@@ -72,21 +72,21 @@ class NativeExpertCache:
         return 0
 
 
-def ensure_experts(number: int, layer: jax.Array, ids: jax.Array) -> jax.Array:
+def ensure_experts(number: jax.Array, layer: jax.Array, ids: jax.Array) -> jax.Array:
     """Brings a layer's experts into slots and returns those, int32 [N, K].
 
     Args:
-        number: The cache's.
+        number: The cache's, int32 scalar; one that was closed is refused.
         layer: int32 scalar, its place among the layers with experts.
         ids: int32 [N, K].
     """
     result = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     call = jax.ffi.ffi_call("kvarts_ensure_experts", result)
-    return call(layer, ids, cache=np.int64(number))
+    return call(number, layer, ids)
 
 
 def cached_products(
-    number: int,
+    number: jax.Array,
     table: jax.Array,
     x: jax.Array,
     slots: jax.Array,
@@ -96,7 +96,5 @@ def cached_products(
     """`native.expert_products` from the slots of a cache: `table` has places in a slot."""
     result = jax.ShapeDtypeStruct((slots.size, sum(rows)), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_cached_products", result)
-    described = native.described(layouts)
-    return call(
-        table, x, slots, rows=np.array(rows, np.int64), layouts=described, cache=np.int64(number)
-    )
+    attributes = {"rows": np.array(rows, np.int64), "layouts": native.described(layouts)}
+    return call(number, table, x, slots, **attributes)

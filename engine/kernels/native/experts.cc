@@ -185,10 +185,10 @@ ffi::Error ExpertProducts(ffi::ThreadPool pool, Bytes arena, Table table, ffi::B
 }
 
 // The same from the slots of a cache: `ids` are slots, and places in the table are those in a slot.
-ffi::Error CachedProducts(ffi::ThreadPool pool, Table table, ffi::BufferR2<ffi::F32> x, Table slots,
-                          ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts,
-                          int64_t cache_id) {
-  const auto cache = find_cache((int32_t)cache_id);
+ffi::Error CachedProducts(ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> cache_id, Table table,
+                          ffi::BufferR2<ffi::F32> x, Table slots, ffi::ResultBufferR2<ffi::F32> y,
+                          ffi::Span<const int64_t> rows, Layouts layouts) {
+  const auto cache = find_cache(cache_id.typed_data()[0]);
   if (!cache) return invalid("cached_products: no such cache");
   const int64_t held = cache->num_slots * cache->slot_bytes;
   return products(pool, cache->slots, held, table, x, slots, y, rows, layouts, cache->num_slots);
@@ -312,13 +312,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_expert_products, kvarts::ExpertProducts,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_cached_products, kvarts::CachedProducts,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
                                   .Arg<kvarts::Table>()
                                   .Arg<ffi::BufferR2<ffi::F32>>()
                                   .Arg<kvarts::Table>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<ffi::Span<const int64_t>>("rows")
-                                  .Attr<ffi::Span<const int64_t>>("layouts")
-                                  .Attr<int64_t>("cache"));
+                                  .Attr<ffi::Span<const int64_t>>("layouts"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_route, kvarts::Route,
                               ffi::Ffi::Bind()

@@ -106,6 +106,7 @@ class Drive:
         limit_bytes: int = 1 << 40,
         max_texts: int = 0,
         head: ScoringHead | None = None,
+        num_experts: int = 0,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -124,7 +125,7 @@ class Drive:
         is_recurrent = mamba_slots is not None
         self.plan = plan_memory(config, fake_shape(window, is_recurrent), context_tokens)
         self.clock = FakeClock()
-        self.runner = fitting_runner(self.plan)
+        self.runner = fitting_runner(self.plan, num_experts)
         self.runner.max_decodes = max_decodes
         self.runner.max_chunk = max_chunk
         self.runner.max_texts = max_texts

@@ -6,13 +6,15 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildWish
+from engine.slots.survivors import HeldState
 from engine.types import PoolKind, Snapshot
-from tests.fakes import FakeClock
+from tests.fakes import EXPERTS, FakeClock
 
 
 class PoolLife:
@@ -45,6 +47,8 @@ class PoolLife:
         pools = engine.snapshot().pools
         pool = rng.choice(pools)
         most = max(2 * pool.floor, 24)
+        if pool.kind is PoolKind.MOE_CACHE:
+            most = rng.choice([EXPERTS.ceiling, EXPERTS.ceiling, EXPERTS.ceiling + 1])
         size = rng.choice([pool.floor, pool.floor - 1, rng.randint(pool.floor, most), most])
         sizes = {pool.kind.value: rng.choice([size, size, size, 1 << 45])}
         if rng.random() < 0.1:
@@ -87,6 +91,14 @@ class PoolLife:
         report = done.result()
         self.seen["rebuilt" if report.stages else "rebuild:forecast"] += 1
         self.seen["rebuild:dropped"] += report.dropped.prefix_tokens > 0
+        but_experts = [
+            [(kind, size) for kind, size in sizes.items() if kind is not PoolKind.MOE_CACHE]
+            for sizes in (report.previous, report.current)
+        ]
+        if but_experts[0] == but_experts[1]:
+            self.seen["rebuilt:moe_cache"] += bool(report.stages)
+            dropped = replace(report.dropped, experts=0)
+            assert dropped == HeldState(), "experts cost a request its state"
         return report
 
     @property

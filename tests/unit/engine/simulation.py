@@ -39,6 +39,7 @@ from engine.types import (
     Started,
 )
 from tests.fakes import (
+    EXPERTS,
     FakeClock,
     fake_engine,
     fake_shape,
@@ -107,7 +108,9 @@ class Simulation:
         self.plan = plan_memory(
             self.config, fake_shape(self.window, self.is_recurrent), training_tokens
         )
-        self.runner = fitting_runner(self.plan)
+        # Some have experts, all in memory or not.
+        num_experts = self.rng.choice([0, 0, EXPERTS.floor, EXPERTS.ceiling])
+        self.runner = fitting_runner(self.plan, num_experts)
         self.runner.max_decodes = self.rng.randint(1, self.config.num_slots)
         self.runner.max_chunk = self.rng.choice([4, 16, 64])
         self.runner.piece_bytes = self.rng.choice([1, 3 << 20])
@@ -305,7 +308,8 @@ class Simulation:
     def _pool_kinds(self) -> list[PoolKind]:
         kinds = [PoolKind.KV]
         kinds += [PoolKind.SWA] if self.window is not None else []
-        return kinds + ([PoolKind.MAMBA] if self.is_recurrent else [])
+        kinds += [PoolKind.MAMBA] if self.is_recurrent else []
+        return kinds + ([PoolKind.MOE_CACHE] if self.runner.num_experts else [])
 
     def _check_windows(self, now: Snapshot) -> None:
         """A slot has no more than its window, or when it decodes its share of the floor."""

@@ -18,7 +18,9 @@ from engine.memory.errors import (
 )
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildState, RebuildWish, Stage
+from engine.step import PoolLost
 from engine.types import CacheSource, PoolKind
+from tests.fakes import EXPERTS
 from tests.unit.engine.drive import Drive, ask, solo
 
 PROMPT = tuple(range(10, 40))
@@ -31,7 +33,12 @@ STAGES = [
     (Site.REBUILD_WARM, Stage.WARM),
 ]
 # What a model may be besides full attention.
-KINDS = {"full": {}, "window": {"window": 8}, "recurrent": {"mamba_slots": 6}}
+KINDS = {
+    "full": {},
+    "window": {"window": 8},
+    "recurrent": {"mamba_slots": 6},
+    "experts": {"num_experts": EXPERTS.ceiling},
+}
 
 
 def error(done: Future[RebuildReport]) -> EngineError:
@@ -118,7 +125,12 @@ def test_snapshots_beyond_the_new_size_are_dropped() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "target"),
-    [("full", PoolSizes(kv=2)), ("window", PoolSizes(swa=0)), ("recurrent", PoolSizes(mamba=2))],
+    [
+        ("full", PoolSizes(kv=2)),
+        ("window", PoolSizes(swa=0)),
+        ("recurrent", PoolSizes(mamba=2)),
+        ("experts", PoolSizes(moe_cache=EXPERTS.floor)),
+    ],
 )
 def test_at_the_floor_everything_short_is_served(kind: str, target: PoolSizes) -> None:
     drive = Drive(**KINDS[kind])  # pyright: ignore[reportArgumentType] -- by name
@@ -131,6 +143,61 @@ def test_at_the_floor_everything_short_is_served(kind: str, target: PoolSizes) -
     refused = error(drive.rebuild(PoolSizes(**{pool_kind.value: floor - 1})))
     assert isinstance(refused, BelowFloor)
     assert refused.violations == ((pool_kind.value, floor - 1, floor),)
+
+
+@pytest.mark.parametrize("kind", ["window", "recurrent"])
+def test_experts_alone_touch_no_request_state(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, least = EXPERTS.ceiling, EXPERTS.floor
+    drive = Drive(num_experts=most, **KINDS[kind])  # pyright: ignore[reportArgumentType] -- by name
+    served(drive, "before")
+
+    def never(*_: object) -> None:
+        raise AssertionError("state was touched")
+
+    with monkeypatch.context() as patch:
+        for name in ("read_pages", "write_pages", "read_state", "write_state"):
+            patch.setattr(drive.runner, name, never)
+        shrunk = drive.rebuild(PoolSizes(moe_cache=least)).result(0)
+        grown = drive.rebuild(PoolSizes(moe_cache=most)).result(0)
+    assert (shrunk.kept.experts, shrunk.dropped.experts) == (least, most - least)
+    assert (grown.kept.experts, grown.dropped.experts) == (least, 0)
+    for report in (shrunk, grown):
+        assert report.kept.slot_ids == (1,)
+        assert report.dropped.prefix_tokens == report.dropped.snapshots == 0
+    assert drive.pool(PoolKind.MOE_CACHE).size == most
+    assert served(drive, "after") == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("kind", ["window", "recurrent"])
+@pytest.mark.parametrize(("site", "stage"), STAGES)
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_fault_while_experts_change_is_undone(
+    kind: str, site: Site, stage: Stage, grows: bool
+) -> None:
+    first, then = EXPERTS.ceiling, EXPERTS.floor
+    first, then = (then, first) if grows else (first, then)
+    failpoints = Failpoints()
+    drive = Drive(failpoints=failpoints, num_experts=first, **KINDS[kind])  # pyright: ignore[reportArgumentType] -- by name
+    served(drive, "before")
+    failpoints.armed[site] = 1.0
+    failed = error(drive.rebuild(PoolSizes(moe_cache=then)))
+    failpoints.disarm()
+    assert isinstance(failed, RebuildRolledBack)
+    assert failed.stage == stage.value
+    assert drive.pool(PoolKind.MOE_CACHE).size == first
+    assert served(drive, "after") == len(PROMPT) - 1
+    assert drive.rebuild(PoolSizes(moe_cache=then)).result(0).current.moe_cache == then
+    assert served(drive, "then") == len(PROMPT) - 1
+
+
+def test_pools_that_were_lost_though_not_touched_are_empty_books() -> None:
+    drive = Drive(num_experts=EXPERTS.ceiling)
+    served(drive, "before")
+    drive.runner.fail_warm_with = PoolLost("the device went")
+    failed = error(drive.rebuild(PoolSizes(moe_cache=EXPERTS.floor)))
+    assert isinstance(failed, RebuildRolledBack)
+    assert failed.stage == "warm"
+    assert served(drive, "after") == 0
 
 
 # Refusals.

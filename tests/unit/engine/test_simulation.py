@@ -77,6 +77,7 @@ EVERY_BRANCH = {
     "preempted:window",
     "evicted",
     "rebuilt",
+    "rebuilt:moe_cache",
     "rebuild:forecast",
     "rebuild:dropped",
     "rebuild:cancelled",

@@ -22,7 +22,9 @@ def write_name(layer: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
 
 
 def make(num_slots: int, *, overlaps: bool = False) -> ExpertStore:
-    return ExpertStore(SHAPE, num_slots, write_name, overlaps=overlaps)
+    store = ExpertStore(SHAPE, write_name, overlaps=overlaps)
+    store.take(np.zeros((num_slots, SHAPE.slot_bytes), np.uint8))
+    return store
 
 
 def step(store: ExpertStore, layer: int, experts: Sequence[int], *, is_long: bool = False) -> None:
@@ -147,7 +149,8 @@ def test_a_failed_read_is_raised_and_loses_no_slot(experts: list[int]) -> None:
             raise OSError("the disk is gone")
         write_name(layer, expert, target)
 
-    store = ExpertStore(SHAPE, 6, read)
+    store = ExpertStore(SHAPE, read)
+    store.take(np.zeros((6, SHAPE.slot_bytes), np.uint8))
     step(store, 0, [0, 1, 2])
     with pytest.raises(OSError, match="the disk is gone"):
         step(store, 0, experts)
@@ -170,10 +173,39 @@ def test_a_clock_that_has_run_long_starts_anew() -> None:
 def test_a_size_out_of_range_is_refused_with_both_limits(num_slots: int) -> None:
     message = rf"must be 6 \(one layer's experts\) to 18 \(all of them\), got {num_slots}"
     with pytest.raises(InvalidField, match=message):
-        make(num_slots)
+        SHAPE.checked(num_slots)
 
 
-def test_memory_that_is_out_is_a_refusal() -> None:
-    huge = ExpertShape(num_layers=2, num_experts=4, top_k=1, slot_bytes=1 << 60)
-    with pytest.raises(InvalidField, match="do not fit into memory"):
-        ExpertStore(huge, 4, write_name)
+def test_other_slots_hold_what_they_are_said_to_and_uses_are_not_forgotten() -> None:
+    store = make(9)
+    for layer, expert in [(0, 3), (1, 3), (2, 5), (0, 0), (2, 5), (0, 0), (1, 1)]:
+        step(store, layer, [expert])
+    # Two used twice, the later one first, and of those used once the last.
+    most = store.most_used(3)
+    assert most == [(0, 0), (2, 5), (1, 1)]
+    assert len(store.most_used(99)) == 5
+    uses = store.uses.copy()
+    slots = np.zeros((6, SHAPE.slot_bytes), np.uint8)
+    for slot, (layer, expert) in enumerate(most):
+        write_name(layer, expert, slots[slot])
+    store.take(slots, most)
+    assert set(held(store)) == set(most)
+    np.testing.assert_array_equal(store.uses, uses)
+    step(store, 0, range(6))
+    assert len(held(store)) == 6
+
+
+def test_with_all_in_memory_those_of_all_layers_take_turns() -> None:
+    store = make(6, overlaps=True)
+    store.take_all()
+    assert store.used == store.num_slots == SHAPE.ceiling
+    assert not store.overlaps
+    assert store.most_used(4) == [(0, 0), (1, 0), (2, 0), (0, 1)]
+
+
+def test_what_was_read_ahead_is_there_before_slots_change() -> None:
+    store = make(12, overlaps=True)
+    step(store, 0, range(6), is_long=True)
+    store.settle()
+    assert store.used == 12
+    assert store.counts[2] == 0
