@@ -159,12 +159,17 @@ class Stops:
         return tuple(Text().read(item) for item in items if item not in (None, [], {}))
 
 
+_NO_ADAPTER = -1
+
+
 @dataclass(frozen=True)
 class Adapters:
     """LoRA weights: a list of `{id, scale}`; what is malformed inside an entry reads as absent."""
 
     def read(self, value: Any) -> tuple[tuple[int, float], ...]:
         """Returns (id, scale) by rising id; the last entry of an id wins. No adapter has what is no id.
+
+        A list that names none is still a set, in which all are off: it is of no id.
 
         Source: the peer's request form, where -1 stands for no id and 0 for no scale.
         """
@@ -175,9 +180,11 @@ class Adapters:
             if not isinstance(entry, Mapping):
                 continue
             members = cast("Mapping[str, Any]", entry)
-            adapter_id = lenient_integer(members.get("id"), -1)
+            adapter_id = lenient_integer(members.get("id"), _NO_ADAPTER)
             if 0 <= adapter_id <= INT32_MAX:
                 scales[adapter_id] = _lenient_float32(members.get("scale"), 0.0)
+        if value and not scales:
+            scales[_NO_ADAPTER] = 0.0
         return tuple(sorted(scales.items()))
 
 

@@ -13,7 +13,7 @@ from engine.adapters.content import AdapterContent
 from engine.adapters.desk import AdapterDesk
 from engine.adapters.errors import AdapterInUse
 from engine.adapters.loaded import NewAdapter, describe_adapter
-from engine.adapters.source import resolve_inside
+from engine.adapters.source import resolve_adapter
 from engine.errors import NotSupported
 from engine.types import AdapterInfo
 from engine.validation import ENCODER_ADAPTERS
@@ -152,7 +152,7 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
 
 
 def _read(desk: AdapterDesk, folder: Path, path: str) -> AdapterContent:
-    return desk.read(resolve_inside(folder, path))
+    return desk.read(resolve_adapter(folder, path))
 
 
 def _patience_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

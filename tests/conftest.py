@@ -1,6 +1,7 @@
 """Hypothesis profiles: what `make test` runs, and the longer search of `make nightly`.
 
-Also the option by which `make sanitize` puts another library in the place of the native kernels.
+Also the option by which `make sanitize` puts another library in the place of the native kernels, and
+the length of a test that goes on for as long as one likes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--native-library", type=Path, help="native kernels to use, a shared library")
+    parser.addoption(
+        "--storm-minutes",
+        type=float,
+        default=10.0,
+        help="how long threads change adapters under streams, in the slow test of that",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -68,6 +68,11 @@ class AdapterDesk:
         return self._setup
 
     @property
+    def ids(self) -> frozenset[int]:
+        """The ids that a request may name now."""
+        return self._loaded.ids
+
+    @property
     def free_bytes(self) -> int:
         """Memory of the banks that no adapter holds."""
         return self._loaded.free_bytes

@@ -22,6 +22,7 @@ from engine.adapters.content import (
 )
 from engine.adapters.errors import AdapterFileInvalid, AdapterFileNotFound, AdapterMismatch
 from engine.adapters.fit import TargetModel, check_pair, check_values, check_whole
+from engine.adapters.regular_file import RegularFile
 from engine.errors import ModelFileError, NotSupported
 from engine.gguf.blocks import dequantise
 from engine.gguf.header import TensorInfo
@@ -49,14 +50,16 @@ def read_gguf_adapter(path: Path, model: TargetModel, max_rank: int) -> AdapterC
     if not path.exists():
         raise AdapterFileNotFound(path.name)
     try:
-        with GgufFile.open(path) as file:
-            return _read(file, path.name, model, max_rank)
+        with GgufFile.open(path) as file, RegularFile(path, path.name) as data:
+            if file.stamps != (data.stamp,):
+                raise AdapterFileInvalid(path.name, "is of several files, or was just changed")
+            return _read(file, data, model, max_rank)
     except ModelFileError as error:
         raise AdapterFileInvalid(error.path, error.detail) from error
 
 
-def _read(file: GgufFile, name: str, model: TargetModel, max_rank: int) -> AdapterContent:
-    keys = file.metadata
+def _read(file: GgufFile, data: RegularFile, model: TargetModel, max_rank: int) -> AdapterContent:
+    keys, name = file.metadata, data.name
     _check_kind(keys, name, model)
     alpha = keys.get_float("adapter.lora.alpha") if "adapter.lora.alpha" in keys else None
     halves = _pair_up(file, name)
@@ -68,7 +71,7 @@ def _read(file: GgufFile, name: str, model: TargetModel, max_rank: int) -> Adapt
     pairs: dict[str, Pair] = {}
     for target, (down, up) in halves.items():
         factor = scale_factor(alpha, ranks[target])
-        pairs[target] = _read_pair(file, name, target, (down, up), factor)
+        pairs[target] = _read_pair(data, target, (down, up), factor)
     content = make_content(
         pairs,
         alpha=alpha,
@@ -110,27 +113,27 @@ def _pair_up(file: GgufFile, name: str) -> dict[str, tuple[TensorInfo, TensorInf
 
 
 def _read_pair(
-    file: GgufFile, name: str, target: str, halves: tuple[TensorInfo, TensorInfo], factor: float
+    data: RegularFile, target: str, halves: tuple[TensorInfo, TensorInfo], factor: float
 ) -> Pair:
-    (down, down_number), (up, up_number) = (_values(file, name, info) for info in halves)
+    (down, down_number), (up, up_number) = (_values(data, info) for info in halves)
     up = np.ascontiguousarray(up.swapaxes(-1, -2))
     down, up, number = join_numbers(down, up, (down_number, up_number))
     pair = Pair(down, up, number, factor)
-    check_values(name, target, pair)
+    check_values(data.name, target, pair)
     return pair
 
 
-def _values(file: GgufFile, name: str, info: TensorInfo) -> tuple[Values, str]:
-    """A copy of a tensor in its own precision, quantised ones as f32."""
-    raw = file.raw(info.name)
+def _values(data: RegularFile, info: TensorInfo) -> tuple[Values, str]:
+    """A tensor in its own precision, quantised ones as f32."""
+    raw = data.read(info.offset, info.nbytes)
     number = _NUMBERS.get(info.ggml_type)
     if number is not None:
-        return from_bytes(raw, number, info.shape).copy(), number
+        return from_bytes(raw, number, info.shape), number
     try:
         return dequantise(info.ggml_type, raw, info.shape), "f32"
     except NotSupported as error:
         detail = f"tensor {info.name!r} has type {info.ggml_type.name}, which holds no numbers"
-        raise AdapterFileInvalid(name, detail) from error
+        raise AdapterFileInvalid(data.name, detail) from error
 
 
 def _invocation_tokens(keys: Metadata, name: str) -> tuple[int, ...]:

@@ -31,11 +31,18 @@ from engine.adapters.content import (
 from engine.adapters.errors import AdapterFileInvalid, AdapterFileNotFound, AdapterMismatch
 from engine.adapters.fit import TargetModel, check_pair, check_values, check_whole
 from engine.adapters.peft_modules import Part, find_parts
+from engine.adapters.regular_file import RegularFile
 from engine.adapters.safetensors_file import SafetensorsFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 4096
+_OTHER_METHODS = (
+    *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices"),
+    *("layer_replication", "target_parameters"),
+)
+# Those that leave the base as it is; others take what they put into the factors out of it.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
 # Families whose queries and keys the converter reorders, because ggml pairs neighbours in rope.
 _PERMUTED = frozenset({"llama", "granite", "granitemoe", "granitehybrid", "minicpm"})
 
@@ -72,15 +79,21 @@ def read_peft_adapter(folder: Path, model: TargetModel, max_rank: int) -> Adapte
         if not (folder / name).exists():
             raise AdapterFileNotFound(f"{folder.name}/{name}")
     config = _read_config(folder / CONFIG)
-    file = SafetensorsFile(folder / WEIGHTS)
-    found = find_parts(file.tensors, folder.name, model)
+    with RegularFile(folder / WEIGHTS, WEIGHTS) as file:
+        return _read(SafetensorsFile(file), folder.name, config, model, max_rank)
+
+
+def _read(
+    file: SafetensorsFile, name: str, config: _Config, model: TargetModel, max_rank: int
+) -> AdapterContent:
+    found = find_parts(file.tensors, name, model)
     for target, parts in found.items():
-        down = _shape_of(file, folder.name, parts, attrgetter("down"))
-        up = _shape_of(file, folder.name, parts, attrgetter("up"))
+        down = _shape_of(file, name, parts, attrgetter("down"))
+        up = _shape_of(file, name, parts, attrgetter("up"))
         down_shape = down[::-1] if target == EMBEDDING else down
-        check_pair(folder.name, model, max_rank, target, down_shape=down_shape, up_shape=up)
+        check_pair(name, model, max_rank, target, down_shape=down_shape, up_shape=up)
     pairs = {
-        target: _read_pair(file, folder.name, model, config, target, parts)
+        target: _read_pair(file, name, model, config, target, parts)
         for target, parts in found.items()
     }
     content = make_content(
@@ -89,18 +102,17 @@ def read_peft_adapter(folder: Path, model: TargetModel, max_rank: int) -> Adapte
         task_name=config.task_name,
         invocation_tokens=config.invocation_tokens,
     )
-    check_whole(folder.name, model, content)
+    check_whole(name, model, content)
     return content
 
 
 def _read_config(path: Path) -> _Config:
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
+    with RegularFile(path, path.name) as file:
+        if file.size > _MAX_CONFIG_BYTES:
             raise AdapterFileInvalid(path.name, f"is larger than {_MAX_CONFIG_BYTES} bytes")
-        value: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise AdapterFileInvalid(path.name, f"cannot be read: {reason}") from error
+        text = file.read(0, file.size).tobytes()
+    try:
+        value: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise AdapterFileInvalid(path.name, "is no JSON") from error
     if not isinstance(value, dict):
@@ -124,9 +136,15 @@ def _refuse_other_methods(name: str, keys: Mapping[str, Any]) -> None:
         raise AdapterFileInvalid(name, f"peft_type is {found!r}, expected 'LORA'")
     if keys.get("bias", "none") != "none":
         raise AdapterFileInvalid(name, f"bias is {str(keys['bias'])[:32]!r}, expected 'none'")
-    for key in ("use_dora", "use_qalora", "modules_to_save", "trainable_token_indices"):
+    for key in _OTHER_METHODS:
         if keys.get(key):
             raise AdapterFileInvalid(name, f"{key} is set, which is more than a LoRA adapter")
+    start = keys.get("init_lora_weights")
+    if not (start is None or isinstance(start, bool) or start in _PLAIN_STARTS):
+        shown = str(start)[:32]
+        raise AdapterFileInvalid(
+            name, f"init_lora_weights is {shown!r}: such a start may have changed the base weights"
+        )
 
 
 def _shape_of(

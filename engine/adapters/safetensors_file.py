@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
-
-import numpy as np
 
 from engine.adapters.content import Values, from_bytes
 from engine.adapters.errors import AdapterFileInvalid
+from engine.adapters.regular_file import RegularFile
 
 # Objects of JSON take up to 24 times its bytes, so a head may be this long, or this part of its file.
 _MAX_HEAD_BYTES = 2 << 20
@@ -41,33 +37,37 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open file; its tensors by name."""
+    """The tensors of an open file, by name."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: RegularFile) -> None:
         """Reads the head.
 
         Raises:
             AdapterFileInvalid: The file cannot be read or is damaged.
         """
-        self._name = path.name
-        self._map = _map(path)
+        self._file = file
         self.tensors: Mapping[str, StoredTensor] = self._read_head()
 
     def read(self, name: str) -> Values:
-        """Returns a copy of a tensor that is listed."""
+        """Returns a tensor that is listed.
+
+        Raises:
+            AdapterFileInvalid: It cannot be read any more.
+        """
         info = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, info.end - info.start, info.start)
-        return from_bytes(raw, info.number, info.shape).copy()
+        raw = self._file.read(info.start, info.end - info.start)
+        return from_bytes(raw, info.number, info.shape)
 
     def _read_head(self) -> dict[str, StoredTensor]:
-        size = len(self._map)
+        size = self._file.size
         if size < 8:
-            raise self._error("has no head")
-        (length,) = struct.unpack_from("<Q", self._map)
+            raise self._error("has no head" if size else "the file is empty")
+        (length,) = struct.unpack("<Q", self._file.read(0, 8))
         if length > min(size - 8, max(_MAX_HEAD_BYTES, size // _HEAD_SHARE)):
             raise self._error(f"has a head of {length} bytes in a file of {size}")
         try:
-            head: Any = json.loads(self._map[8 : 8 + length], object_pairs_hook=_distinct)
+            text = self._file.read(8, length).tobytes()
+            head: Any = json.loads(text, object_pairs_hook=_distinct)
         except _RepeatedName as error:
             raise self._error(f"has a head with two entries of {error.name[:128]!r}") from error
         except (ValueError, RecursionError) as error:
@@ -88,8 +88,8 @@ class SafetensorsFile:
                 where = "overlaps another" if tensor.start < at else "begins behind a hole"
                 raise self._error(f"tensor {tensor.name[:128]!r} {where}")
             at = tensor.end
-        if at != len(self._map):
-            raise self._error(f"has {len(self._map) - at} bytes behind its tensors")
+        if at != self._file.size:
+            raise self._error(f"has {self._file.size - at} bytes behind its tensors")
 
     def _tensor(self, name: str, entry: Any, first: int) -> StoredTensor:
         shown = f"tensor {name[:128]!r}"
@@ -103,12 +103,12 @@ class SafetensorsFile:
         number, width = _NUMBERS[dtype]
         if span is None or len(span) != 2 or span[1] - span[0] != math.prod(dims) * width:
             raise self._error(f"{shown} has a bad length")
-        if first + span[1] > len(self._map):
+        if first + span[1] > self._file.size:
             raise self._error(f"{shown} ends after the file")
         return StoredTensor(name, number, tuple(dims), first + span[0], first + span[1])
 
     def _error(self, detail: str) -> AdapterFileInvalid:
-        return AdapterFileInvalid(self._name, detail)
+        return AdapterFileInvalid(self._file.name, detail)
 
 
 class _RepeatedName(Exception):
@@ -135,17 +135,3 @@ def _integers(value: Any) -> list[int] | None:
     items = cast("list[Any]", value)
     fits = (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 48 for i in items)
     return cast("list[int]", items) if all(fits) else None
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        # Asked before opening: opening a FIFO would wait for a writer.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise AdapterFileInvalid(path.name, "not a regular file")
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise AdapterFileInvalid(path.name, f"cannot be read: {reason}") from error
-    except ValueError as error:
-        raise AdapterFileInvalid(path.name, "the file is empty") from error

@@ -8,7 +8,7 @@ from engine.adapters.content import AdapterContent
 from engine.adapters.errors import AdapterFileInvalid, AdapterFileNotFound, PathOutsideRoot
 from engine.adapters.fit import TargetModel
 from engine.adapters.gguf_file import read_gguf_adapter
-from engine.adapters.peft import read_peft_adapter
+from engine.adapters.peft import CONFIG, WEIGHTS, read_peft_adapter
 
 
 def read_adapter(path: Path, model: TargetModel, max_rank: int) -> AdapterContent:
@@ -25,6 +25,20 @@ def read_adapter(path: Path, model: TargetModel, max_rank: int) -> AdapterConten
         # What a path can be wrong in before it is opened: too long, a loop, a forbidden folder.
         reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
         raise AdapterFileInvalid(path.name[:255], f"cannot be read: {reason}") from error
+
+
+def resolve_adapter(root: Path, path: str) -> Path:
+    """Returns the real place of an adapter below `root`; the files of a folder lie there too.
+
+    Raises:
+        PathOutsideRoot: The path, or a link of its own or of a file in it, leads out.
+        AdapterFileNotFound: There is nothing there.
+    """
+    found = resolve_inside(root, path)
+    if found.is_dir():
+        for name in (CONFIG, WEIGHTS):
+            resolve_inside(root, f"{path}/{name}")
+    return found
 
 
 def resolve_inside(root: Path, path: str) -> Path:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from engine.kernels import native
+from tests.accept.adapter_walk import MODEL, check_adapter_walk
 from tests.accept.divergence import check_divergence
 from tests.accept.drift import check_drift, is_quantised
 from tests.accept.greedy import check_greedy
@@ -34,6 +36,7 @@ def find_goldens(folder: Path, max_chunks: int) -> Iterator[Golden]:
     models = Models(folder / "models")
     for path in sorted((folder / "goldens").rglob("*.json")):
         yield Golden(path.relative_to(folder).as_posix(), _json_check(path, models, max_chunks))
+    yield Golden(f"models/{MODEL}, adapters at random", partial(check_adapter_walk, models))
     if native.isa() is not None:
         yield from _native_goldens(folder, max_chunks)
     for path in sorted((folder / "vocabs").glob("*.gguf.xz")):

@@ -2,7 +2,9 @@
 
 Eight streams with eight different adapter sets (rank 16, every projection, half precision) against
 eight streams without, on our engine alone, through our server, and through llama-server, which
-does not batch requests of different sets. Sides take turns; figures are medians.
+does not batch requests of different sets. Sides take turns; figures are medians. Then the longest
+gap between two tokens of eight streams while adapters are read and loaded beside them, over the
+time of one prefill chunk.
 """
 
 from __future__ import annotations
@@ -13,20 +15,34 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gguf import GGMLQuantizationType as Type
 
-from engine.adapters.source import read_adapter
+from engine.adapters.loaded import NewAdapter
+from engine.engine import Engine
 from engine.gguf.reader import GgufFile
-from engine.loading import load_engine
+from engine.loading import Loaded, load_engine
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
 from engine.step import SequenceWork, StepBatch
-from engine.types import EngineConfig, Event, StartAdapter
+from engine.types import (
+    AdapterScale,
+    CancelCause,
+    Cancelled,
+    Chunk,
+    EngineConfig,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    StartAdapter,
+)
 from tests.adapters import TinyAdapter, write_adapter
 from tests.bench.servers import OwnServer, PeerServer, Server
 
@@ -56,25 +72,18 @@ def write_adapters(model: Path, folder: Path) -> list[Path]:
 
 
 def engine_figures(model: Path, adapters: Sequence[Path], threads: int, rounds: int) -> None:
-    """Decode steps of eight rows, and the time that loading takes between two steps."""
-
-    def ignore(events: Sequence[tuple[str, Event]]) -> None:
-        del events
-
+    """Decode steps of eight rows, and what loading does to eight streams."""
+    streams = Streams()
     config = EngineConfig(
         context_tokens=_CONTEXT_TOKENS,
         num_slots=STREAMS,
         threads=threads,
-        adapters=tuple(StartAdapter(str(path)) for path in adapters[:-1]),
-        max_adapters=STREAMS,
+        adapters=tuple(StartAdapter(str(path)) for path in adapters),
+        max_adapters=STREAMS + 1,
         max_adapter_rank=RANK,
     )
-    loaded = load_engine(model, config, ignore)
+    loaded = load_engine(model, config, streams.take)
     runner, page = loaded.runner, loaded.plan.page_tokens
-    content = read_adapter(adapters[-1], loaded.engine.adapters.setup.model, RANK)
-    began_s = time.perf_counter()
-    runner.write_adapter(STREAMS - 1, content)
-    load_ms = 1e3 * (time.perf_counter() - began_s)
 
     def work(row: int, at: int, *, adapted: bool) -> SequenceWork:
         pages = range(1 + 4 * row, 5 + 4 * row)
@@ -93,8 +102,88 @@ def engine_figures(model: Path, adapters: Sequence[Path], threads: int, rounds: 
     plain, adapted = (statistics.median(side) for side in zip(*both, strict=True))
     print(f"engine, 8 rows: {plain:.0f} tokens/s without, {adapted:.0f} with 8 sets")
     print(f"engine, with over without: {statistics.median(b / a for a, b in both):.2f} (0.8)")
-    size = content.facts.nbytes / 1e6
-    print(f"loading {size:.1f} MB between two steps: {load_ms:.0f} ms")
+    chunk_ms = statistics.median(_chunk_ms(loaded) for _ in range(rounds + 1))
+    loaded.engine.start()
+    try:
+        stall_figures(loaded.engine, streams, adapters[0], chunk_ms, rounds)
+    finally:
+        loaded.engine.stop()
+
+
+def _chunk_ms(loaded: Loaded) -> float:
+    """One prefill chunk alone."""
+    size, page = loaded.runner.max_chunk, loaded.plan.page_tokens
+    tokens = tuple(100 + 31 * at % 1000 for at in range(size))
+    chunk = SequenceWork(tokens, 0, range(1, 1 + -(-size // page)), True)
+    began_s = time.perf_counter()
+    loaded.runner.run(StepBatch((), chunk))
+    return 1e3 * (time.perf_counter() - began_s)
+
+
+class Streams:
+    """When the tokens of each stream came."""
+
+    def __init__(self) -> None:
+        self.times_s: dict[str, list[float]] = {}
+        self.running = threading.Event()
+        self.ended: set[str] = set()
+
+    def take(self, events: Sequence[tuple[str, Event]]) -> None:
+        """The engine's sink."""
+        now_s = time.perf_counter()
+        for name, event in events:
+            if isinstance(event, Chunk):
+                self.times_s.setdefault(name, []).append(now_s)
+            elif isinstance(event, Finished | Failed | Cancelled):
+                self.ended.add(name)
+        if len(self.times_s) == STREAMS and all(len(own) > 8 for own in self.times_s.values()):
+            self.running.set()
+
+    def longest_gap_ms(self, since_s: float, until_s: float) -> float:
+        """The longest time between two tokens of one stream, of which one lies in the span."""
+        assert not self.ended, "a stream ended in the measurement"
+        return 1e3 * max(
+            after - before
+            for own in self.times_s.values()
+            for before, after in pairwise(list(own))
+            if after >= since_s and before <= until_s
+        )
+
+
+def stall_figures(
+    engine: Engine, streams: Streams, path: Path, chunk_ms: float, rounds: int
+) -> None:
+    """The longest gap of eight streams with and without loads beside them."""
+    for row in range(STREAMS):
+        scales = (AdapterScale(row, 1.0),)
+        prompt = tuple(100 + row + at for at in range(8))
+        most = _CONTEXT_TOKENS // STREAMS - len(prompt)
+        request = Request(f"r{row}", prompt, max_tokens=most, ignore_eos=True, adapters=scales)
+        engine.submit(request)
+    streams.running.wait()
+    quiet_ms: list[float] = []
+    busy_ms: list[float] = []
+    size, load_ms = 0, 0.0
+    for number in range(rounds):
+        began_s = time.perf_counter()
+        time.sleep(0.5)
+        quiet_ms.append(streams.longest_gap_ms(began_s, time.perf_counter()))
+        began_s = time.perf_counter()
+        content = engine.adapters.read(path)
+        new = NewAdapter(f"n{number}", str(path), 0.0, content)
+        adapter = engine.adapters.load(new).result()
+        ended_s = time.perf_counter()
+        time.sleep(0.2)  # until the tokens after it are there
+        busy_ms.append(streams.longest_gap_ms(began_s, ended_s))
+        size, load_ms = content.facts.nbytes, 1e3 * (ended_s - began_s)
+        engine.adapters.unload(adapter.adapter_id).result()
+    for row in range(STREAMS):
+        engine.cancel(f"r{row}", CancelCause.CLIENT)
+    print(f"reading and loading {size / 1e6:.1f} MB beside 8 streams: {load_ms:.0f} ms")
+    print(
+        f"longest gap of a stream: {max(quiet_ms):.0f} ms without, {max(busy_ms):.0f} with; a "
+        f"prefill chunk: {chunk_ms:.0f} ms; gap over chunk: {max(busy_ms) / chunk_ms:.2f} (1)"
+    )
 
 
 async def _request(port: int, adapter: int | None) -> None:

@@ -146,7 +146,13 @@ LENIENT: list[tuple[dict[str, Any], str, object]] = [
     ({"stream_options": {"include_usage": True}}, "include_usage", True),
     ({"stream_options": "x"}, "include_usage", False),
     ({"lora": [{"id": 2}, {"id": 1, "scale": 0.5}, {}, 7]}, "lora", ((1, 0.5), (2, 0.0))),
-    ({"lora": [{"id": 2**31}, {"id": 10**30}, {"id": -(10**30)}, {"id": 1e300}]}, "lora", ()),
+    (
+        {"lora": [{"id": 2**31}, {"id": 10**30}, {"id": -(10**30)}, {"id": 1e300}]},
+        "lora",
+        ((-1, 0.0),),
+    ),
+    ({"lora": [{}]}, "lora", ((-1, 0.0),)),
+    ({"lora": []}, "lora", ()),
     ({"preserved_tokens": "<think>"}, "preserved_texts", ("<think>",)),
 ]
 

@@ -14,6 +14,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -180,21 +181,21 @@ def _mutate_tree(rng: np.random.Generator, root: Any) -> Any:
         case 1 if isinstance(holder, dict):
             holder[f"{key}x"] = holder.pop(key)
         case 2:
-            holder[key] = json.loads(json.dumps(other[other_key]))
+            holder[key] = deepcopy(other[other_key])
         case 3:
-            for _ in range(int(rng.choice([1, 50, 900]))):
+            for _ in range(int(rng.choice([1, 20, 100]))):
                 holder[key] = [holder[key]]
         case 4 if isinstance(holder[key], int) and not isinstance(holder[key], bool):
             holder[key] = interesting(rng, holder[key], 256)
         case _:
-            holder[key] = _VALUES[rng.integers(len(_VALUES))]
+            holder[key] = deepcopy(_VALUES[rng.integers(len(_VALUES))])
     return root
 
 
 def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every place in a tree: what holds it, and its key there."""
-    keys: Any = value if isinstance(value, dict) else range(len(value))
-    for key in list(keys):
+    keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+    for key in keys:
         yield value, key
         if isinstance(value[key], dict | list):
             yield from _nodes(value[key])

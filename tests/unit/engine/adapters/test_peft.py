@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,14 @@ REFUSED: dict[str, Refusal] = {
     "dora": ({"use_dora": True}, {}, AdapterFileInvalid, "use_dora is set"),
     "bias": ({"bias": "all"}, {}, AdapterFileInvalid, "bias is 'all'"),
     "modules": ({"modules_to_save": ["lm_head"]}, {}, AdapterFileInvalid, "modules_to_save"),
+    "layers": ({"layer_replication": [[0, 1]]}, {}, AdapterFileInvalid, "layer_replication is set"),
+    "start": (
+        {"init_lora_weights": "pissa_niter_4"},
+        {},
+        AdapterFileInvalid,
+        "init_lora_weights is 'pissa_niter_4'",
+    ),
+    "start of a list": ({"init_lora_weights": [1]}, {}, AdapterFileInvalid, "init_lora_weights"),
     "alpha": ({"lora_alpha": "x"}, {}, AdapterFileInvalid, "lora_alpha is x"),
     "no rank": ({"r": None}, {}, AdapterFileInvalid, "r is None"),
     "pattern": (
@@ -296,6 +305,36 @@ def test_damaged_safetensors(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(AdapterFileInvalid) as refusal:
         read_adapter(folder, QWEN, 16)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("what", ["a folder", "a fifo", "endless", "a loop", "forbidden"])
+def test_files_that_are_none(tmp_path: Path, name: str, what: str) -> None:
+    """Nothing waits for a writer, and nothing is read without an end."""
+    folder = write_peft(tmp_path / "a", halves(QUERY, 16, 16))
+    path = folder / name
+    path.unlink()
+    match what:
+        case "a folder":
+            path.mkdir()
+        case "a fifo":
+            os.mkfifo(path)
+        case "endless":
+            path.symlink_to("/dev/zero")
+        case "a loop":
+            path.symlink_to(path)
+        case _:
+            path.symlink_to("/proc/self/mem")
+    with pytest.raises((AdapterFileInvalid, AdapterFileNotFound)) as refusal:
+        read_adapter(folder, QWEN, 16)
+    assert name in str(refusal.value)
+
+
+def test_a_configuration_is_bounded(tmp_path: Path) -> None:
+    folder = write_peft(tmp_path / "a", halves(QUERY, 16, 16))
+    (folder / "adapter_config.json").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(AdapterFileInvalid, match="is larger than 1048576 bytes"):
+        read_adapter(folder, QWEN, 16)
 
 
 def test_half_precision(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.adapters.errors import AdapterFileNotFound, PathOutsideRoot
-from engine.adapters.source import resolve_inside
+from engine.adapters.peft import CONFIG, WEIGHTS
+from engine.adapters.source import resolve_adapter, resolve_inside
 
 
 @pytest.fixture(name="root")
@@ -53,3 +54,19 @@ def test_outside(root: Path, path: str) -> None:
 def test_absent(root: Path, path: str) -> None:
     with pytest.raises(AdapterFileNotFound):
         resolve_inside(root, path)
+
+
+def test_files_of_a_folder_lie_inside_too(root: Path) -> None:
+    """A link in a folder that is inside may lead out."""
+    folder = root / "sub"
+    with pytest.raises(AdapterFileNotFound):
+        resolve_adapter(root, "sub")
+    (folder / CONFIG).write_bytes(b"{}")
+    (folder / "blob").write_bytes(b"x")
+    (folder / WEIGHTS).symlink_to("blob")
+    assert resolve_adapter(root, "sub") == folder.resolve()
+    (folder / CONFIG).unlink()
+    (folder / CONFIG).symlink_to(root.parent / "secret")
+    with pytest.raises(PathOutsideRoot, match=CONFIG):
+        resolve_adapter(root, "sub")
+    assert resolve_adapter(root, "sub/a.gguf").name == "a.gguf"
