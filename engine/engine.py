@@ -14,18 +14,16 @@ Example:
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.adapters.desk import NO_ADAPTERS, AdapterDesk, AdapterSetup, EngineDoors
+from engine.adapters.desk import AdapterDesk, EngineDoors
 from engine.adapters.loaded import LoadedAdapters, describe_adapter
+from engine.engine_parts import EngineParts, scheduler_parts
 from engine.errors import (
     ContextOverflow,
     EngineError,
@@ -34,12 +32,10 @@ from engine.errors import (
     NotSupported,
     ShuttingDown,
 )
-from engine.failpoints import Failpoints
-from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.errors import RebuildFailed
 from engine.memory.planner import MemoryPlan
-from engine.memory.split import MemoryLimits, ceilings
-from engine.model.scoring import ScoringHead
+from engine.memory.split import ceilings
+from engine.pool_sleep import PoolSleep
 from engine.pools import Pools
 from engine.rebuild import (
     RebuildDoors,
@@ -48,23 +44,19 @@ from engine.rebuild import (
     RebuildState,
     RebuildWish,
 )
-from engine.scheduler import Scheduler, SchedulerParts
+from engine.scheduler import Scheduler
 from engine.scheduling.erasing import ErasedSlot, Erasure
 from engine.scheduling.gate import Gate
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.engine_calls import EngineCalls
-from engine.slots.prefixes import prefix_root
 from engine.snapshot import describe
-from engine.step import Runner
 from engine.step_timer import StepTimer
 from engine.types import (
     AdapterInfo,
     CancelCause,
     EngineConfig,
     EventSink,
-    ExpertFigures,
     Failed,
-    PoolInfo,
     PoolKind,
     Request,
     Snapshot,
@@ -74,48 +66,6 @@ from engine.validation import ENCODER_SLOTS, RequestLimits, check_request
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def _draw_seed() -> int:
-    # 2^32 - 1 means "random" to llama.cpp's clients, so it is never an effective seed.
-    return random.SystemRandom().randrange(2**32 - 1)
-
-
-def _new_error_id() -> str:
-    return uuid.uuid4().hex
-
-
-def start_on_thread(work: Callable[[], None]) -> None:
-    """Runs something on a thread of its own, which no end of the process waits for."""
-    threading.Thread(target=work, name="engine-side", daemon=True).start()
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """What an engine is made of; tests replace any of it.
-
-    `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
-    key begins. `start_file_work` runs the file side of a save or a restore on another thread, `start_compiling`
-    what compiles the programs of a rebuild.
-    `experts` tells how the moe_cache pool of a model that has one stands, `memory` what all pools
-    have to fit into. `head` scores texts, where the model has one.
-    """
-
-    runner: Runner
-    tokenizer: TokenText
-    begin_chain: ChainFactory
-    begin_text: TextFactory
-    adapters: AdapterSetup = NO_ADAPTERS
-    clock: Callable[[], float] = time.monotonic
-    draw_seed: Callable[[], int] = _draw_seed
-    new_error_id: Callable[[], str] = _new_error_id
-    model_id: bytes = b""
-    start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
-    start_compiling: Callable[[Callable[[], None]], None] = start_on_thread
-    failpoints: Failpoints = field(default_factory=Failpoints)
-    experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
-    memory: MemoryLimits = field(default_factory=MemoryLimits)
-    head: ScoringHead | None = None
 
 
 class Engine:
@@ -138,8 +88,8 @@ class Engine:
             parts.adapters.capacity,
             place_bytes=parts.adapters.place_bytes,
         )
-        scheduler_parts = _scheduler_parts(config, parts, self._loaded, self._calls)
-        self._scheduler = Scheduler(scheduler_parts, self._table, self._pages)
+        given = scheduler_parts(config, parts, self._loaded, self._calls)
+        self._scheduler = Scheduler(given, self._table, self._pages)
         doors = EngineDoors(self.command, self._watch, self._scheduler.adapter_changes)
         self.adapters = AdapterDesk(parts.adapters, self._loaded, doors)
         self._step_timer = StepTimer()
@@ -158,6 +108,7 @@ class Engine:
         self.rebuilds = Rebuilds(
             self._rebuild_doors(parts), parts.runner, self._table, self._pages, parts.failpoints
         )
+        self._sleep = PoolSleep(config.sleep_idle_s, parts.runner, self._table, parts.clock)
         self._gate = Gate(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
@@ -255,6 +206,14 @@ class Engine:
         self._watch(done, lambda: self._scheduler.erase(erasure))
         return done
 
+    def awake(self) -> Future[None]:
+        """Wakes pools that sleep, as every command does; the future is done once they are there.
+
+        Raises:
+            EngineError: ShuttingDown or EngineFault, as `submit`.
+        """
+        return self.command(_nothing)
+
     def command(self, work: Callable[[], T]) -> Future[T]:
         """Runs work on the engine thread between two steps.
 
@@ -344,8 +303,11 @@ class Engine:
         with self._wake:
             commands, self._inbox = self._inbox, []
             stop_at_s = self._stop_at_s
+        failed_to_wake = self._sleep.wake() if commands else None
         for command in commands:
             command()
+        if failed_to_wake is not None:
+            self._scheduler.refuse_waiting(lambda: self._fault_of(failed_to_wake), begun_too=True)
         if stop_at_s is not None:
             self._scheduler.refuse_waiting(ShuttingDown)
             self.rebuilds.stop(ShuttingDown)
@@ -358,6 +320,10 @@ class Engine:
         if self._scheduler.step():
             self._step_timer.add(self._clock() - began_s)
         events = self._scheduler.take_events()
+        if commands or self._is_busy():
+            self._sleep.stay_awake()
+        else:
+            self._sleep.fall_asleep_if_due()
         with self._wake:
             self._gate.settle(events)
             self._snapshot = self._describe()
@@ -388,6 +354,11 @@ class Engine:
             _log.critical("the engine thread died", exc_info=error)
             self._die(error)
 
+    def _is_busy(self) -> bool:
+        if self.rebuilds.is_running or self._scheduler.num_transfers:
+            return True
+        return self._scheduler.has_work
+
     def _is_wanted(self) -> bool:
         if self._inbox or self._scheduler.has_work or self.rebuilds.has_work:
             return True
@@ -395,8 +366,9 @@ class Engine:
         return self._stop_at_s is not None and not self._scheduler.num_transfers
 
     def _patience(self) -> float | None:
-        """How long to wait at most: until the stop that was asked for, or the end of a drain."""
-        ends = [at for at in (self._stop_at_s, self.rebuilds.next_deadline_s) if at is not None]
+        """How long to wait at most: for a stop that was asked for, the end of a drain, or sleep."""
+        times = (self._stop_at_s, self.rebuilds.next_deadline_s, self._sleep.due_s)
+        ends = [at for at in times if at is not None]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
     def _die(self, cause: BaseException) -> None:
@@ -419,8 +391,11 @@ class Engine:
             _log.critical("nobody heard of the failure of %d requests", len(names), exc_info=error)
 
     def _death(self) -> EngineFault:
+        return self._fault_of(self._fault)
+
+    def _fault_of(self, cause: BaseException | None) -> EngineFault:
         fault = EngineFault(self._new_error_id())
-        fault.__cause__ = self._fault
+        fault.__cause__ = cause
         return fault
 
     def _passing_over(self, request: Request) -> Callable[[], None]:
@@ -473,7 +448,12 @@ class Engine:
             self._scheduler, self._table, self._pages, self.pools.plan, queue_limit, most
         )
         adapters = self._describe_adapters(self._scheduler.num_users)
-        now = replace(now, step_times=self._step_timer.times, adapters=adapters)
+        now = replace(
+            now,
+            step_times=self._step_timer.times,
+            adapters=adapters,
+            is_asleep=self._sleep.is_asleep,
+        )
         if self.pools.experts is None:
             return now
         pool, figures = self.pools.experts()
@@ -503,25 +483,3 @@ def _settle(done: Future[T], work: Callable[[], T]) -> None:
         done.set_exception(error)
     else:
         done.set_result(result)
-
-
-def _scheduler_parts(
-    config: EngineConfig, parts: EngineParts, loaded: LoadedAdapters, calls: EngineCalls
-) -> SchedulerParts:
-    return SchedulerParts(
-        runner=parts.runner,
-        tokenizer=parts.tokenizer,
-        begin_chain=parts.begin_chain,
-        begin_text=parts.begin_text,
-        prefix_root=partial(prefix_root, model=parts.model_id, kv_dtype=config.kv_dtype),
-        adapters=loaded,
-        clock=parts.clock,
-        draw_seed=parts.draw_seed,
-        new_error_id=parts.new_error_id,
-        chunk_tokens=config.chunk_tokens,
-        calls=calls,
-        start_file_work=parts.start_file_work,
-        shifts=config.context_shift,
-        head=parts.head,
-        failpoints=parts.failpoints,
-    )

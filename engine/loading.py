@@ -23,7 +23,8 @@ from engine.adapters.room import check_bank_room
 from engine.adapters.start import capacity_for, read_start_adapters
 from engine.compile_cache import enable_compile_cache
 from engine.devices import choose_device
-from engine.engine import Engine, EngineParts
+from engine.engine import Engine
+from engine.engine_parts import EngineParts
 from engine.errors import InvalidField, UnsupportedModel
 from engine.gguf.facts import FileFacts, read_facts
 from engine.gguf.reader import GgufFile

@@ -159,6 +159,11 @@ class Rebuilds:
         self.failed_in = ""
 
     @property
+    def is_running(self) -> bool:
+        """True from when a rebuild was accepted until it has ended."""
+        return self._job is not None
+
+    @property
     def has_work(self) -> bool:
         """True while the next step would go on with a rebuild."""
         job = self._job

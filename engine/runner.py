@@ -220,6 +220,11 @@ class JaxRunner:
         if experts is not None and then.moe_cache < experts.pool.num_slots:
             experts.pool.resize(then.moe_cache)
 
+    def release_pools(self) -> None:
+        """Frees all arrays."""
+        _delete(self._pool)
+        _delete(self._states)
+
     def allocate_pools(self, target: PoolPrograms) -> None:
         """Makes what was freed anew, empty; nothing has changed if there is no memory for it."""
         weights = self._with_experts(target.sizes.moe_cache)

@@ -377,6 +377,10 @@ class Resizable(Protocol):
         """
         ...
 
+    def release_pools(self) -> None:
+        """Frees all pools; `allocate_pools` makes them anew, and until then no step may run."""
+        ...
+
     def allocate_pools(self, target: Any) -> None:
         """Makes what was freed anew, empty, and goes over to the sizes of `target`.
 

@@ -472,6 +472,7 @@ class Snapshot:
     step_times: StepTimes = field(default_factory=StepTimes)
     adapters: tuple[AdapterInfo, ...] = ()
     experts: ExpertFigures | None = None
+    is_asleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -487,7 +488,7 @@ class EngineConfig:
     """How the engine is laid out. The service's flag table is the only thing that fills it.
 
     `context_tokens` is the context of all slots together unless `unified`, when each slot may use
-    all of it; `page_tokens` is not a flag (tests use 16 and 64). `chunk_tokens` bounds the prompt
+    all of it, but none more than `slot_tokens` (0: no such limit); `page_tokens` is not a flag (tests use 16 and 64). `chunk_tokens` bounds the prompt
     tokens of one step. `kv_dtype` is "f16" or "f32". `slot_similarity` is the least share of a
     prompt that a slot must hold to be chosen for it (0 turns that off). Sliding-window layers give
     pages behind the window back every `swa_evict_interval` decode steps; `swa_pages` None is the
@@ -501,6 +502,7 @@ class EngineConfig:
     it was built and the device is a CPU. `adapters` are loaded at start, in this order;
     `max_adapters` None is as many as those, `max_adapter_rank` None the greatest of theirs. With
     `adapts_experts` there is room for adapters of experts even if none of those is one.
+    After `sleep_idle_s` without anything to do the pools are freed until there is (None: never).
     `compile_cache` and `identity_cache` are folders for compiled programs and for hashes of
     weights; None keeps none.
     """
@@ -508,6 +510,7 @@ class EngineConfig:
     context_tokens: int
     num_slots: int = 4
     unified: bool = True
+    slot_tokens: int = 0
     page_tokens: int = 32
     chunk_tokens: int = 512
     kv_dtype: str = "f16"
@@ -533,3 +536,4 @@ class EngineConfig:
     max_adapter_rank: int | None = None
     adapts_experts: bool = False
     embeds: bool = False
+    sleep_idle_s: float | None = None

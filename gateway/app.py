@@ -32,13 +32,18 @@ from gateway.routes import route_table
 from gateway.service import Service, credentials
 from gateway.sse import EventStream
 from gateway.tracing import PASSED_ON, Spans, trace_of
+from gateway.vertex import vertex_routes
 
 # Nobody reads it: the connection is closed.
 _CLIENT_GONE_STATUS = 499
 
 
 def make_app(options: GatewayOptions, service: Service, spans: Spans = PASSED_ON) -> ASGIApp:
-    """Builds the application over an open connection, which its caller closes, as it does `spans`."""
+    """Builds the application over an open connection, which its caller closes, as it does `spans`.
+
+    Raises:
+        ValueError: Options name a route that is there already.
+    """
     readiness = Readiness(service, options)
     replies = Replies()
 
@@ -52,13 +57,15 @@ def make_app(options: GatewayOptions, service: Service, spans: Spans = PASSED_ON
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
+    table = route_table()
+    table += vertex_routes(options, table)
     routes = [
         Route(
             f"{options.api_prefix}{path}",
             _endpoint(path, handler, options, service, readiness, replies),
             methods=[method],
         )
-        for method, paths, handler in route_table()
+        for method, paths, handler in table
         for path in paths
     ]
     app = Starlette(

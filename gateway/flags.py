@@ -119,6 +119,18 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--no-slots",), "has_slots", "do not serve GET /slots", present=False),
     Flag(("--no-ui",), "has_ui", "no page at /", present=False),
     Flag(
+        ("--vertex-predict-path",),
+        "vertex_predict_path",
+        "POST route of Vertex AI's prediction protocol",
+        read.prefix,
+    ),
+    Flag(
+        ("--vertex-health-path",),
+        "vertex_health_path",
+        "where it asks for health",
+        read.prefix,
+    ),
+    Flag(
         ("--ssl-cert-file",),
         "ssl_cert_file",
         "PEM certificate chain: speak HTTPS",

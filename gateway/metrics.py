@@ -1,7 +1,9 @@
 """GET /metrics: the peer's metrics under its names, the gateway's own, then all of the service's.
 
 The peer's rates cover the time since the scrape before, so the last counters are kept per gateway.
-The service's text is handed on as it stands: a figure means the same at both doors.
+The service's text is handed on as it stands: a figure means the same at both doors. While the
+service sleeps nothing but scrapes and probes happens, and scrapes that show nothing else than
+themselves are of no use, so all but the peer's figures stay as they were told last.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ class Metric:
 def make_handler() -> Handler:
     """The route's handler, with its own memory of the scrape before."""
     before = model_pb2.Counters()
+    told = ""
 
     async def metrics(exchange: Exchange) -> Response:
-        nonlocal before
+        nonlocal before, told
         if not exchange.options.has_metrics:
             raise not_supported(
                 "This server does not support metrics endpoint. Start it with `--metrics`"
@@ -46,8 +49,10 @@ def make_handler() -> Handler:
         stub, key = backend.service.model, backend.metadata
         asked = stub.GetServerInfo(model_pb2.GetServerInfoRequest(), metadata=key)
         info = (await answer(asked)).info
-        own = await answer(stub.GetMetrics(model_pb2.GetMetricsRequest(), metadata=key))
-        text = render([*peer_metrics(info, before), *http_metrics(exchange.replies)]) + own.text
+        if not (info.sleeping and told):
+            own = await answer(stub.GetMetrics(model_pb2.GetMetricsRequest(), metadata=key))
+            told = render(http_metrics(exchange.replies)) + own.text
+        text = render(peer_metrics(info, before)) + told
         before = info.counters
         start_us = info.start_time.seconds * 1_000_000 + info.start_time.nanos // 1000
         headers = {"content-type": _CONTENT_TYPE, "process-start-time-unix": str(start_us)}

@@ -40,6 +40,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         has_props: accepts POST /props.
         has_slots: serves GET /slots.
         has_ui: serves a page at `/`.
+        vertex_predict_path: POST route of Vertex AI's prediction protocol, "" for none.
+        vertex_health_path: where health is answered too then, "" for nowhere.
         ssl_cert_file: PEM certificate chain; set together with its key, the gateway speaks HTTPS.
         ssl_key_file: PEM private key of that chain.
         ssl_client_ca_file: PEM authorities for client certificates; set, clients must have one.
@@ -77,6 +79,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     has_props: bool = False
     has_slots: bool = True
     has_ui: bool = True
+    vertex_predict_path: str = ""
+    vertex_health_path: str = ""
     ssl_cert_file: str | None = None
     ssl_key_file: str | None = None
     ssl_client_ca_file: str | None = None

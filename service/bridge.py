@@ -144,6 +144,17 @@ class Bridge:
             for request_id in stream.running:
                 engine.cancel(request_id, cause())
 
+    async def awake(self) -> LoadedModel:
+        """Returns the model once its pools do not sleep: for calls that count as use.
+
+        Raises:
+            EngineError: It is not there yet, or as `Engine.awake`.
+        """
+        model = self.model
+        if model.engine.snapshot().is_asleep:
+            await asyncio.wrap_future(model.engine.awake())
+        return model
+
     async def erase(self, slot_id: int, *, fail_if_busy: bool, tenant: str | None) -> ErasedSlot:
         """Empties a slot once no request uses it; giving up the wait leaves it as it is.
 

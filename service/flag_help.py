@@ -19,7 +19,6 @@ def render_help(program: str, summary: str, flags: Sequence[Flag]) -> str:
         rows = [_row(flag) for flag in honoured if flag.group == group]
         parts.append(f"{group}:\n" + "\n".join(rows))
     parts.append("Ignored, because answers cannot depend on them:\n" + _notes(flags, "ignore"))
-    parts.append("Not supported yet:\n" + _notes(flags, "later"))
     parts.append("Refused:\n" + _notes(flags, "refuse"))
     variables = [flag for flag in flags if not flag.names]
     rows = [f"  {flag.environment}\n{_wrapped(flag.help, 8)}" for flag in variables]

@@ -21,6 +21,7 @@ INT32_MAX = 2**31 - 1
 ON_WORDS = frozenset({"on", "enabled", "true", "1"})
 OFF_WORDS = frozenset({"off", "disabled", "false", "0"})
 _AUTO_WORDS = frozenset({"auto", "-1"})
+_WEB_PATH = re.compile(r"[A-Za-z0-9._~:/-]{1,255}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _LOGIT_BIAS = re.compile(r"\s*([0-9]{1,10})\s*([+-])\s*(\S+)\s*")
 
@@ -101,6 +102,17 @@ def web_address() -> Kind:
         return text
 
     return Kind("URL", parse)
+
+
+def web_path() -> Kind:
+    """The path of a route; a slash in front may be left out."""
+
+    def parse(text: str) -> str:
+        if not _WEB_PATH.fullmatch(text):
+            raise BadValue("must be a path of A-Z a-z 0-9 . _ ~ : - and /")
+        return "/" + text.lstrip("/")
+
+    return Kind("PATH", parse)
 
 
 def integer(low: int, high: int = INT32_MAX, *, but_not: int | None = None) -> Kind:

@@ -26,7 +26,6 @@ class Verdict(Enum):
 
     HONOUR = "honour"
     IGNORE = "ignore"
-    LATER = "later"
     REFUSE = "refuse"
 
 
@@ -237,6 +236,4 @@ def _check_verdict(setting: _Setting) -> None:
     flag = setting.flag
     if flag.verdict in (Verdict.HONOUR, Verdict.IGNORE) or setting.value in flag.neutral:
         return
-    if flag.verdict is Verdict.LATER:
-        raise FlagError(f"{setting.source}: not supported yet: {flag.note or flag.help}")
     raise FlagError(f"{setting.source}: not supported: {flag.note or flag.help}")

@@ -150,4 +150,5 @@ def _info(model: LoadedModel, snapshot: Snapshot) -> model_pb2.ServerInfo:
         gauges=model_pb2.Gauges(running_requests=snapshot.running, queued_requests=snapshot.queued),
         pools=[convert.from_pool(pool) for pool in snapshot.pools],
         device=model.device,
+        sleeping=snapshot.is_asleep,
     )

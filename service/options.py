@@ -19,14 +19,15 @@ from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from engine.types import EngineConfig, Mirostat, Pooling, SamplingParams
 from service.adapter_options import adapter_dir, with_adapters
 from service.defaults import GenerationDefaults, ReasoningDefaults
+from service.engine_options import embeds, engine_config
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
 from service.json_text import parse_json
 from service.template import try_template
 
 SERVICE_PORT = 50051
-_DEFAULT_SLOTS = 4
 _VERBOSE = 10
+_VERTEX_MODE = "PREDICTION"
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_SHOWN = 80
 _MAX_MESSAGE_BYTES = 4096
@@ -140,7 +141,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
     sampling = _sampling(parsed)
     return ServiceOptions(
         model=_model_source(parsed, cache_dir),
-        engine=with_adapters(_engine_config(parsed, cache_dir), parsed),
+        engine=with_adapters(engine_config(parsed, cache_dir), parsed),
         defaults=_generation_defaults(parsed, sampling),
         sampling_given=frozenset(sampling),
         aliases=parsed["aliases"],
@@ -182,11 +183,12 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
     hosts = parsed["hosts"]
     if not hosts:
         raise FlagError("--host: needs at least one address")
+    is_vertex = parsed["aip_mode"] == _VERTEX_MODE
     document: dict[str, Any] = {
         "service": service,
         "service_key": keys[0] if keys else admin_key,
         "hosts": hosts,
-        "port": parsed["port"],
+        "port": parsed["aip_http_port"] if is_vertex else parsed["port"],
         "api_keys": (*keys, admin_key) if keys and admin_key else keys,
         "api_prefix": prefix,
         "static_path": parsed["static_path"],
@@ -201,6 +203,8 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
         "has_props": parsed["has_props"],
         "has_slots": parsed["has_slots"],
         "has_ui": parsed["has_ui"],
+        "vertex_predict_path": parsed["aip_predict_route"] if is_vertex else "",
+        "vertex_health_path": (parsed["aip_health_route"] or "") if is_vertex else "",
         "ssl_cert_file": tls.cert_file if tls else None,
         "ssl_key_file": tls.key_file if tls else None,
         "ssl_client_ca_file": tls.client_ca_file if tls else None,
@@ -258,51 +262,10 @@ def _model_source(parsed: Parsed, cache_dir: Path) -> ModelSource:
 
 
 def _embedding(parsed: Parsed) -> EmbeddingOptions | None:
-    if not _embeds(parsed):
+    if not embeds(parsed):
         return None
     pooling = "rank" if parsed["reranks"] else parsed["pooling"]
     return EmbeddingOptions(None if pooling is None else Pooling(pooling), parsed["embd_norm"])
-
-
-def _embeds(parsed: Parsed) -> bool:
-    return parsed["embeds"] or parsed["reranks"]
-
-
-def _engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
-    if parsed["cache_type_k"] != parsed["cache_type_v"]:
-        raise FlagError(
-            f"-ctk {parsed['cache_type_k']} and -ctv {parsed['cache_type_v']}: "
-            "keys and values have one type"
-        )
-    compile_cache = parsed["compile_cache"] or str(cache_dir / "xla")
-    slots = parsed["num_slots"]
-    is_automatic = slots == -1
-    unified = parsed["unified"]
-    cache_ram_mib = parsed["cache_ram_mib"]
-    return EngineConfig(
-        context_tokens=parsed["context_tokens"],
-        num_slots=_DEFAULT_SLOTS if is_automatic else slots,
-        unified=is_automatic if unified is None else unified,
-        chunk_tokens=min(parsed["batch_tokens"], parsed["ubatch_tokens"]),
-        kv_dtype=parsed["cache_type_k"],
-        kv_pages=parsed["kv_pages"],
-        swa_pages=parsed["swa_pages"],
-        swa_evict_interval=parsed["swa_evict_interval"],
-        mamba_slots=parsed["mamba_slots"],
-        moe_cache_slots=parsed["moe_cache_slots"],
-        prefill_overlap=parsed["prefill_overlap"],
-        device="cpu" if parsed["device"] == "none" else parsed["device"],
-        kernels=parsed["kernels"],
-        embeds=_embeds(parsed),
-        slot_similarity=parsed["slot_similarity"],
-        context_shift=parsed["context_shift"],
-        host_cache_bytes=None if cache_ram_mib == -1 else cache_ram_mib << 20,
-        queue_requests=parsed["queue_requests"],
-        queue_bytes=parsed["queue_bytes"],
-        threads=None if parsed["threads"] == -1 else parsed["threads"],
-        compile_cache=None if compile_cache == "off" else compile_cache,
-        identity_cache=str(cache_dir / "identity"),
-    )
 
 
 def _sampling(parsed: Parsed) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
 from engine.adapters.desk import NO_ADAPTERS, AdapterSetup
 from engine.adapters.fit import TargetModel
-from engine.engine import Engine, EngineParts
+from engine.engine import Engine
+from engine.engine_parts import EngineParts
 from engine.failpoints import Failpoints
 from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
@@ -313,6 +314,10 @@ class FakeRunner:
         if now.changes_states(then):
             self._states = []
         self.num_experts = min(self.num_experts, then.moe_cache)
+
+    def release_pools(self) -> None:
+        self._memory, self._window_memory = (np.empty((0, 0), np.int32) for _ in range(2))
+        self._states = []
 
     def allocate_pools(self, target: FakePools) -> None:
         if self.fail_allocations_with:

@@ -110,13 +110,15 @@ def slot_context_tokens(config: EngineConfig, training_tokens: int) -> int:
     """Returns the context of one slot, in tokens.
 
     The whole context when unified, else an equal share; rounded up to 256 and never more than the
-    model was trained on. A `context_tokens` of 0 asks for the training context.
+    model was trained on, or than a slot may have. A `context_tokens` of 0 asks for the training
+    context.
 
     Source: llama_context and server_context::init (contract 5.1).
     """
     total = config.context_tokens or training_tokens
     share = total if config.unified else total // config.num_slots
-    return min(_round_up_context(share), training_tokens)
+    least = min(_round_up_context(share), training_tokens)
+    return min(least, config.slot_tokens) if config.slot_tokens else least
 
 
 def num_kv_pages(config: EngineConfig, training_tokens: int) -> int:
@@ -200,6 +202,7 @@ def _round_up_context(num_tokens: int) -> int:
 def _check(config: EngineConfig, training_tokens: int) -> None:
     _at_least("context_tokens", config.context_tokens, 0)
     _at_least("num_slots", config.num_slots, 1)
+    _at_least("slot_tokens", config.slot_tokens, 0)
     _at_least("page_tokens", config.page_tokens, 1)
     _at_least("chunk_tokens", config.chunk_tokens, 1)
     _at_least("swa_evict_interval", config.swa_evict_interval, 1)

@@ -6,7 +6,6 @@ Source: llama.cpp, common/arg.cpp, for names, variables, defaults and ranges of 
 from __future__ import annotations
 
 from service.flag_table.adapters import ADAPTERS
-from service.flag_table.deferred import DEFERRED
 from service.flag_table.embedding import EMBEDDING
 from service.flag_table.ignored import IGNORED
 from service.flag_table.model import CONTEXT, MODEL, REQUEST
@@ -29,7 +28,6 @@ FLAGS = (
     *LOGS,
     *TRACES,
     *IGNORED,
-    *DEFERRED,
     *REFUSED,
     *VARIABLES,
 )

@@ -119,6 +119,26 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--kv-unified-per-slot",),
+        integer(0),
+        "slot_tokens",
+        "limit of each slot's context in tokens, 0 for none; without -c all slots together have "
+        "room for it",
+        default=0,
+        variable="LLAMA_ARG_KV_UNIFIED_PER_SLOT",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
+        ("--sleep-idle-seconds",),
+        integer(-1, but_not=0),
+        "sleep_idle_s",
+        "frees the pools after this time without a request, until the next one; -1 never does",
+        default=-1,
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("-np", "--parallel"),
         integer(-1, 256, but_not=0),
         "num_slots",

@@ -12,6 +12,7 @@ from service.flag_values import (
     number,
     path,
     web_address,
+    web_path,
 )
 from service.flags import Flag, Scope
 
@@ -361,6 +362,32 @@ TRACES = (
 
 # Variables without a flag: where caches lie. Source: llama.cpp, hf_cache::get_cache_directory.
 VARIABLES = (
+    Flag(
+        (),
+        TEXT,
+        "aip_mode",
+        "PREDICTION serves Vertex AI's prediction protocol, and with it the next three count",
+        variable="AIP_MODE",
+    ),
+    Flag(
+        (),
+        web_path(),
+        "aip_predict_route",
+        "its POST route",
+        default="/predict",
+        variable="AIP_PREDICT_ROUTE",
+    ),
+    Flag(
+        (), web_path(), "aip_health_route", "where it asks for health", variable="AIP_HEALTH_ROUTE"
+    ),
+    Flag(
+        (),
+        integer(1, 65535),
+        "aip_http_port",
+        "HTTP port, whatever --port says",
+        default=8080,
+        variable="AIP_HTTP_PORT",
+    ),
     Flag(
         (), path("DIR"), "llama_cache", "Hugging Face cache, first choice", variable="LLAMA_CACHE"
     ),

@@ -107,6 +107,7 @@ class Drive:
         max_texts: int = 0,
         head: ScoringHead | None = None,
         num_experts: int = 0,
+        sleep_idle_s: float | None = None,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -121,6 +122,7 @@ class Drive:
             host_cache_bytes=host_cache_bytes,
             context_shift=context_shift,
             embeds=embeds,
+            sleep_idle_s=sleep_idle_s,
         )
         is_recurrent = mamba_slots is not None
         self.plan = plan_memory(config, fake_shape(window, is_recurrent), context_tokens)

@@ -152,6 +152,25 @@ async def test_metrics(serve: Serve, service: FakeService):
         assert "llamacpp:prompt_tokens_total 100\n" in again
 
 
+async def test_while_the_service_sleeps_its_figures_stand_still(serve: Serve, service: FakeService):
+    """A scrape that changed what it shows would keep a sleeper's graphs busy with itself."""
+    async with serve(has_metrics=True) as client:
+        service.info.counters.generated_tokens = 5
+        service.info.counters.decode_duration.FromMilliseconds(2000)
+        service.info.counters.requests_finished = 1
+        service.info.sleeping = True
+        first = (await client.get("/metrics")).text
+        # The first scrape still covers what ran before; then nothing has.
+        assert "llamacpp:predicted_tokens_seconds 2\n" in first
+        second = (await client.get("/metrics")).text
+        assert "llamacpp:predicted_tokens_seconds 0\n" in second
+        await client.get("/props")
+        service.metrics = "# TYPE kvarts_calls counter\nkvarts_calls 9.0\n"
+        assert (await client.get("/metrics")).text == second
+        service.info.sleeping = False
+        assert "kvarts_calls 9.0" in (await client.get("/metrics")).text
+
+
 async def test_answers_are_counted_by_route_and_status(serve: Serve):
     def replies(text: str) -> dict[tuple[str, str], float]:
         rows = re.findall(

@@ -13,6 +13,7 @@ from service.flags import Flag, FlagError, Scope, Verdict, parse
 
 # One acceptable text per value shape, by the metavar that help shows.
 _SAMPLES = {
+    "PATH": "/some/path",
     "N": "1",
     "X": "0.5",
     "FILE": "file",
@@ -78,7 +79,7 @@ def test_every_ignored_spelling_is_taken_and_says_why(flag: Flag, name: str) -> 
     assert flag.note
 
 
-@pytest.mark.parametrize(("flag", "name"), _spellings(Verdict.REFUSE) + _spellings(Verdict.LATER))
+@pytest.mark.parametrize(("flag", "name"), _spellings(Verdict.REFUSE))
 def test_every_refused_spelling_ends_the_start_by_name(flag: Flag, name: str) -> None:
     words = [name]
     if flag.kind.takes_value:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kvarts.v1.generation_pb2 import GenerateRequest
 
-from engine.types import Mirostat, Sampler, SamplingParams
+from engine.types import Mirostat, Pooling, Sampler, SamplingParams
 from gateway.options import GatewayOptions, decode_options
 from service.convert import from_sampling
 from service.defaults import ReasoningDefaults
@@ -308,3 +308,34 @@ def test_slots_are_kept_over_a_restart_only_where_there_is_a_folder(tmp_path: Pa
 def test_config_files_are_the_systems_then_the_users() -> None:
     paths = config_file_paths({"XDG_CONFIG_HOME": "/u"})
     assert paths == (Path("/etc/llama.cpp/config.ini"), Path("/u/llama.cpp/config.ini"))
+
+
+def test_vertex_counts_where_it_is_asked_for() -> None:
+    environ = {"AIP_MODE": "PREDICTION", "AIP_HTTP_PORT": "9001", "AIP_HEALTH_ROUTE": "alive"}
+    gateway = _gateway("--port", "80", **environ)
+    assert (gateway.port, gateway.vertex_predict_path) == (9001, "/predict")
+    assert gateway.vertex_health_path == "/alive"
+    off = _gateway("--port", "80", **(environ | {"AIP_MODE": "other"}))
+    assert (off.port, off.vertex_predict_path, off.vertex_health_path) == (80, "", "")
+
+
+def test_a_limit_of_slots_makes_room_for_itself() -> None:
+    engine = _service("--kv-unified-per-slot", "512", "-np", "3").engine
+    assert (engine.slot_tokens, engine.context_tokens) == (512, 1536)
+    given = _service("--kv-unified-per-slot", "512", "-c", "0").engine
+    assert given.context_tokens == 0
+
+
+def test_sleep_is_off_unless_asked_for() -> None:
+    assert _service().engine.sleep_idle_s is None
+    assert _service("--sleep-idle-seconds", "60").engine.sleep_idle_s == 60
+    with pytest.raises(FlagError, match="but not 0"):
+        _service("--sleep-idle-seconds", "0")
+
+
+def test_reranking_is_embedding_with_rank_pooling() -> None:
+    options = _service("--reranking")
+    assert options.engine.embeds
+    assert options.embedding is not None
+    assert options.embedding.pooling is Pooling.RANK
+    assert _service("--pooling", "rank").embedding is None

@@ -47,6 +47,14 @@ def test_slot_context(
     assert slot_context_tokens(config, training) == expected
 
 
+def test_a_slot_may_have_less_than_its_share() -> None:
+    config = EngineConfig(context_tokens=2048, num_slots=2, slot_tokens=300)
+    assert slot_context_tokens(config, 8192) == 300
+    assert slot_context_tokens(config, 200) == 200
+    assert slot_context_tokens(dataclasses.replace(config, slot_tokens=0), 8192) == 2048
+    assert num_kv_pages(config, 8192) == 64 + 2
+
+
 @pytest.mark.parametrize(
     ("context", "slots", "unified", "page", "expected"),
     [

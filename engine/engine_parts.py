@@ -1,0 +1,88 @@
+"""What an engine is made of, and what its scheduler is given of that."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.adapters.desk import NO_ADAPTERS, AdapterSetup
+from engine.adapters.loaded import LoadedAdapters
+from engine.failpoints import Failpoints
+from engine.generation import ChainFactory, TextFactory, TokenText
+from engine.memory.split import MemoryLimits
+from engine.model.scoring import ScoringHead
+from engine.scheduling.parts import SchedulerParts
+from engine.slots.engine_calls import EngineCalls
+from engine.slots.prefixes import prefix_root
+from engine.step import Runner
+from engine.types import EngineConfig, ExpertFigures, PoolInfo
+
+
+def _draw_seed() -> int:
+    # 2^32 - 1 means "random" to llama.cpp's clients, so it is never an effective seed.
+    return random.SystemRandom().randrange(2**32 - 1)
+
+
+def _new_error_id() -> str:
+    return uuid.uuid4().hex
+
+
+def start_on_thread(work: Callable[[], None]) -> None:
+    """Runs something on a thread of its own, which no end of the process waits for."""
+    threading.Thread(target=work, name="engine-side", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of; tests replace any of it.
+
+    `clock` is monotonic, in seconds. `model_id` is the model's fingerprint, with which every prefix
+    key begins. `start_file_work` runs the file side of a save or a restore on another thread, `start_compiling`
+    what compiles the programs of a rebuild.
+    `experts` tells how the moe_cache pool of a model that has one stands, `memory` what all pools
+    have to fit into. `head` scores texts, where the model has one.
+    """
+
+    runner: Runner
+    tokenizer: TokenText
+    begin_chain: ChainFactory
+    begin_text: TextFactory
+    adapters: AdapterSetup = NO_ADAPTERS
+    clock: Callable[[], float] = time.monotonic
+    draw_seed: Callable[[], int] = _draw_seed
+    new_error_id: Callable[[], str] = _new_error_id
+    model_id: bytes = b""
+    start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
+    start_compiling: Callable[[Callable[[], None]], None] = start_on_thread
+    failpoints: Failpoints = field(default_factory=Failpoints)
+    experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
+    memory: MemoryLimits = field(default_factory=MemoryLimits)
+    head: ScoringHead | None = None
+
+
+def scheduler_parts(
+    config: EngineConfig, parts: EngineParts, loaded: LoadedAdapters, calls: EngineCalls
+) -> SchedulerParts:
+    """What the scheduler of an engine of these parts is given."""
+    return SchedulerParts(
+        runner=parts.runner,
+        tokenizer=parts.tokenizer,
+        begin_chain=parts.begin_chain,
+        begin_text=parts.begin_text,
+        prefix_root=partial(prefix_root, model=parts.model_id, kv_dtype=config.kv_dtype),
+        adapters=loaded,
+        clock=parts.clock,
+        draw_seed=parts.draw_seed,
+        new_error_id=parts.new_error_id,
+        chunk_tokens=config.chunk_tokens,
+        calls=calls,
+        start_file_work=parts.start_file_work,
+        shifts=config.context_shift,
+        head=parts.head,
+        failpoints=parts.failpoints,
+    )
