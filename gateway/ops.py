@@ -16,6 +16,7 @@ from gateway.facts import Facts
 from gateway.options import GatewayOptions
 from gateway.peer_json import Json
 from gateway.schema import CompletionParams
+from gateway.service import answer
 from gateway.settings import short_settings
 
 _CAPABILITIES = (
@@ -56,8 +57,12 @@ async def list_models(exchange: Exchange) -> Response:
 
 
 async def get_props(exchange: Exchange) -> Response:
-    """GET /props."""
-    return json_response(props_json(exchange.backend.facts, exchange.options))
+    """GET /props; whether the service sleeps is asked now, the rest was at the start."""
+    backend = exchange.backend
+    request = model_pb2.GetServerInfoRequest()
+    asked = backend.service.model.GetServerInfo(request, metadata=backend.metadata)
+    is_asleep = (await answer(asked)).info.sleeping
+    return json_response(props_json(backend.facts, exchange.options, is_asleep=is_asleep))
 
 
 async def set_props(exchange: Exchange) -> Response:
@@ -114,7 +119,7 @@ def models_json(facts: Facts, now_s: int) -> Json:
     return {"models": [card], "object": "list", "data": [entry]}
 
 
-def props_json(facts: Facts, options: GatewayOptions) -> Json:
+def props_json(facts: Facts, options: GatewayOptions, *, is_asleep: bool) -> Json:
     """The server's properties."""
     model, info = facts.model, facts.info
     template = model.chat_template
@@ -139,7 +144,7 @@ def props_json(facts: Facts, options: GatewayOptions) -> Json:
         "bos_token": model.special_tokens.bos.text,
         "eos_token": model.special_tokens.eos.text,
         "build_info": info.build_info,
-        "is_sleeping": info.sleeping,
+        "is_sleeping": is_asleep,
         "cors_proxy_enabled": False,
     }
     if options.use_jinja and template.tool_use_source:

@@ -57,6 +57,9 @@ async def test_props(serve: Serve, service: FakeService):
             "cors_proxy_enabled",
         ]
         assert (await client.post("/props", json={})).json() == {"success": True}
+        assert props["is_sleeping"] is False
+        service.info.sleeping = True
+        assert (await client.get("/props")).json()["is_sleeping"] is True
 
 
 async def test_adapters(client: httpx.AsyncClient, service: FakeService):

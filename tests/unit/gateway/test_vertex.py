@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -38,9 +38,12 @@ async def _predict(client: httpx.AsyncClient, *instances: Any) -> list[Any]:
 def _strip(value: Any) -> Any:
     """Without what differs between any two answers."""
     if isinstance(value, dict):
+        members = cast("dict[str, Any]", value)
         volatile = {"id", "created", "timings"}
-        return {key: _strip(inner) for key, inner in value.items() if key not in volatile}
-    return [_strip(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _strip(inner) for key, inner in members.items() if key not in volatile}
+    if isinstance(value, list):
+        return [_strip(inner) for inner in cast("list[Any]", value)]
+    return value
 
 
 async def test_an_instance_is_answered_as_its_route_does(serve: Serve):
