@@ -11,9 +11,9 @@ import contextlib
 import logging
 import os
 import signal
-import ssl
 import sys
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import cast
 
 import uvicorn
@@ -22,9 +22,12 @@ from starlette.types import ASGIApp
 from gateway import flags, listeners, logs
 from gateway.accept_faults import AcceptFaults
 from gateway.app import make_app
+from gateway.certificates import Certificates
 from gateway.exposure import exposure_warning
+from gateway.keys import Keys
 from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
 from gateway.protocol import BoundedHttpProtocol
+from gateway.reload import Reloads
 from gateway.service import connect
 from gateway.tracing import PASSED_ON, Spans
 
@@ -60,11 +63,15 @@ def main() -> None:
     try:
         options = _options(arguments, is_child=is_child)
         logs.configure(options.log_format, options.log_level)
+        parts = _Parts.of(options)
+        if options.checks_only:
+            sys.stdout.write("kvarts-gateway: all is well\n")
+            return
         # A parent warns of its gateway's addresses itself.
         warning = None if is_child else exposure_warning(options)
         if warning:
             sys.stderr.write(warning + "\n")
-        asyncio.run(_serve(options, is_child=is_child))
+        asyncio.run(_serve(options, parts, is_child=is_child))
     except (flags.FlagError, OSError, ValueError) as error:
         sys.stderr.write(f"kvarts-gateway: {error}\n")
         sys.exit(1)
@@ -87,13 +94,34 @@ def _first_line(descriptor: int) -> bytes:
     return bytes(line)
 
 
-async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
+@dataclass(frozen=True)
+class _Parts:
+    """What is read from files before anything is opened."""
+
+    keys: Keys
+    certificates: Certificates | None
+
+    @classmethod
+    def of(cls, options: GatewayOptions) -> _Parts:
+        """Raises OSError or ValueError for a file that cannot be used."""
+        return cls(Keys(options), Certificates(options) if options.ssl_cert_file else None)
+
+    def reloads(self) -> Reloads:
+        """What is read again when it changes; everything else takes a restart."""
+        own = [self.certificates.watched] if self.certificates else []
+        return Reloads([*own, *self.keys.watched])
+
+
+async def _serve(options: GatewayOptions, parts: _Parts, *, is_child: bool) -> None:
     asyncio.get_running_loop().set_exception_handler(AcceptFaults())
     sockets = listeners.bind_all(options)
     socket_files = listeners.socket_files(sockets)
     service = connect(options)
     spans = _spans(options)
-    server = _Server(_config(options, make_app(options, service, spans)))
+    reloads = parts.reloads()
+    app = make_app(options, service, keys=parts.keys, reloads=reloads, spans=spans)
+    server = _Server(_config(options, app, parts.certificates))
+    watching = asyncio.create_task(reloads.watch())
     if is_child:
         _watch_stdin(server)
     for address in listeners.addresses(sockets, is_tls=options.ssl_cert_file is not None):
@@ -101,6 +129,7 @@ async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
     try:
         await server.serve(sockets)
     finally:
+        watching.cancel()
         listeners.unlink_all(socket_files)
         await service.channel.close()
         await asyncio.to_thread(spans.close)
@@ -127,8 +156,10 @@ def _watch_stdin(server: _Server) -> None:
     loop.add_reader(descriptor, readable)
 
 
-def _config(options: GatewayOptions, app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
+def _config(
+    options: GatewayOptions, app: ASGIApp, certificates: Certificates | None
+) -> uvicorn.Config:
+    config = uvicorn.Config(
         app,
         http=BoundedHttpProtocol,
         loop="asyncio",
@@ -141,11 +172,11 @@ def _config(options: GatewayOptions, app: ASGIApp) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         # Declared as whole seconds, used as any number.
         timeout_graceful_shutdown=cast(int, options.shutdown_timeout_s),
-        ssl_certfile=options.ssl_cert_file,
-        ssl_keyfile=options.ssl_key_file,
-        ssl_ca_certs=options.ssl_client_ca_file,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_ca_file else ssl.CERT_NONE,
     )
+    config.load()
+    # Its own context would be read once and for all.
+    config.ssl = certificates.context if certificates else None
+    return config
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ from gateway.connection import ClientGone, Connection, json_response
 from gateway.errors import ApiError, ErrorKind, server_fault
 from gateway.exchange import Exchange, Handler
 from gateway.gates import Gates, presented_key
+from gateway.keys import Keys
 from gateway.options import GatewayOptions
 from gateway.page import page_routes
 from gateway.peer_json import UnreadableJson
 from gateway.readiness import Readiness
+from gateway.reload import Reloads
 from gateway.replies import ROUTE, Replies, WatchedReplies
 from gateway.routes import route_table
 from gateway.service import Service, credentials
@@ -38,13 +40,23 @@ from gateway.vertex import vertex_routes
 _CLIENT_GONE_STATUS = 499
 
 
-def make_app(options: GatewayOptions, service: Service, spans: Spans = PASSED_ON) -> ASGIApp:
+def make_app(
+    options: GatewayOptions,
+    service: Service,
+    *,
+    keys: Keys | None = None,
+    reloads: Reloads | None = None,
+    spans: Spans = PASSED_ON,
+) -> ASGIApp:
     """Builds the application over an open connection, which its caller closes, as it does `spans`.
+
+    `keys` are those of the options unless the caller has read them; `reloads` are only shown.
 
     Raises:
         ValueError: Options name a route that is there already.
     """
     readiness = Readiness(service, options)
+    reloads = reloads or Reloads()
     replies = Replies()
 
     @contextlib.asynccontextmanager
@@ -62,7 +74,7 @@ def make_app(options: GatewayOptions, service: Service, spans: Spans = PASSED_ON
     routes = [
         Route(
             f"{options.api_prefix}{path}",
-            _endpoint(path, handler, options, service, readiness, replies),
+            _endpoint(path, handler, options, service, readiness, replies, reloads),
             methods=[method],
         )
         for method, paths, handler in table
@@ -76,7 +88,7 @@ def make_app(options: GatewayOptions, service: Service, spans: Spans = PASSED_ON
     # A trailing slash is another path to the peer.
     app.router.redirect_slashes = False
     pages = frozenset({"/", "/index.html"}) if options.has_ui else frozenset({"/"})
-    gates = Gates(app, options, lambda: readiness.facts is not None, pages)
+    gates = Gates(app, options, keys or Keys(options), lambda: readiness.facts is not None, pages)
     return WatchedReplies(gates, replies, spans)
 
 
@@ -87,6 +99,7 @@ def _endpoint(
     service: Service,
     readiness: Readiness,
     replies: Replies,
+    reloads: Reloads,
 ):
     async def endpoint(request: Request) -> Response | EventStream:
         request.scope[ROUTE] = path
@@ -101,6 +114,7 @@ def _endpoint(
             backend=Backend(service, facts, metadata),
             options=options,
             replies=replies,
+            reloads=reloads,
         )
         return await handler(exchange)
 

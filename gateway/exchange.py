@@ -11,19 +11,21 @@ from starlette.responses import Response
 from gateway.completion import Backend
 from gateway.connection import Connection
 from gateway.options import GatewayOptions
+from gateway.reload import Reloads
 from gateway.replies import Replies
 from gateway.sse import EventStream
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request to a service that is ready; `replies` counts those of all requests."""
+    """One request to a service that is ready; `replies` and `reloads` are of the gateway."""
 
     request: Request
     connection: Connection
     backend: Backend
     options: GatewayOptions
     replies: Replies
+    reloads: Reloads
 
 
 Handler = Callable[[Exchange], Awaitable[Response | EventStream]]

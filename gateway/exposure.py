@@ -10,7 +10,7 @@ from gateway.options import GatewayOptions
 def exposure_warning(options: GatewayOptions) -> str | None:
     """The warning that addresses without a key deserve, lines without a last newline."""
     public = [host for host in options.hosts if not _is_local(host)]
-    if options.api_keys or not public:
+    if options.api_keys or options.api_key_file or not public:
         return None
     line = "!" * 78
     return (

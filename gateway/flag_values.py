@@ -103,6 +103,12 @@ def keys_of_file(name: str) -> tuple[str, ...]:
     return found
 
 
+def key_file(name: str) -> str:
+    """A file that holds a key now."""
+    keys_of_file(name)
+    return name
+
+
 def service_key(text: str) -> str:
     """A key that gRPC metadata can carry."""
     if not text:

@@ -91,9 +91,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         ("--api-key-file",),
-        "api_keys",
-        "file with one key a line; # starts a comment",
-        read.keys_of_file,
+        "api_key_file",
+        "file with more keys, one a line; # starts a comment; read again when it changes",
+        read.key_file,
     ),
     Flag(("--api-prefix",), "api_prefix", "path prefix of every route", read.prefix),
     Flag(("--path",), "static_path", "directory served below /", read.folder),
@@ -171,6 +171,11 @@ FLAGS: tuple[Flag, ...] = (
         "otlp_endpoint",
         "OpenTelemetry collector, over OTLP/gRPC (extra: otel)",
         read.collector,
+    ),
+    Flag(
+        ("--check-config",),
+        "checks_only",
+        "look at flags, keys, certificates and addresses, and serve nothing",
     ),
     Flag(("--log-format",), "log_format", "text or json", read.choice("text", "json")),
     Flag(

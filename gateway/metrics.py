@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from gateway.errors import not_supported
 from gateway.exchange import Exchange, Handler
+from gateway.reload import Reloads
 from gateway.replies import Replies
 from gateway.service import answer
 from gateway.timings import microseconds
@@ -51,7 +52,7 @@ def make_handler() -> Handler:
         info = (await answer(asked)).info
         if not (info.sleeping and told):
             own = await answer(stub.GetMetrics(model_pb2.GetMetricsRequest(), metadata=key))
-            told = render(http_metrics(exchange.replies)) + own.text
+            told = render(http_metrics(exchange.replies, exchange.reloads)) + own.text
         text = render(peer_metrics(info, before)) + told
         before = info.counters
         start_us = info.start_time.seconds * 1_000_000 + info.start_time.nanos // 1000
@@ -146,9 +147,9 @@ def peer_metrics(info: model_pb2.ServerInfo, before: model_pb2.Counters) -> list
     ] + [Metric(f"llamacpp:{name}", "gauge", text, value) for name, text, value in gauges]
 
 
-def http_metrics(replies: Replies) -> list[Metric]:
-    """How often each route answered with each status."""
-    return [
+def http_metrics(replies: Replies, reloads: Reloads) -> list[Metric]:
+    """How often each route answered with each status, and what became of changed files."""
+    answered = [
         Metric(
             "kvarts_http_requests_total",
             "counter",
@@ -157,6 +158,16 @@ def http_metrics(replies: Replies) -> list[Metric]:
             labels=f'{{route="{route}",code="{code}"}}',
         )
         for (route, code), count in replies.counts()
+    ]
+    return answered + [
+        Metric(
+            "kvarts_http_config_reloads_total",
+            "counter",
+            "Files of the gateway read again.",
+            count,
+            labels=f'{{what="{what}",result="{result}"}}',
+        )
+        for (what, result), count in reloads.counts()
     ]
 
 

@@ -27,6 +27,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         hosts: addresses to listen on; a name that ends in `.sock` is a Unix socket.
         port: TCP port of every address, 0 to let the system choose.
         api_keys: keys that open every route; none leaves all routes open.
+        api_key_file: file with more of them, one a line, read again when it changes.
         api_prefix: path prefix of every route, starting with `/` and not ending in one, or "".
         static_path: directory served below `/` instead of the built-in page.
         timeout_s: longest silence of a client while it sends or fails to read.
@@ -54,6 +55,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         chat_template_kwargs: default extra variables of the chat template.
         is_verbose: answers carry `__verbose` unless a request says otherwise.
         otlp_endpoint: where spans of requests are sent, `http(s)://HOST:PORT`; None makes none.
+        checks_only: look at everything that was named and serve nothing.
         log_format: `text` or `json`.
         log_level: `debug`, `info`, `warning`, `error` or `off`.
     """
@@ -66,6 +68,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
     api_prefix: str = ""
     static_path: str | None = None
     timeout_s: int = 3600
@@ -93,6 +96,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     chat_template_kwargs: dict[str, Any] = {}
     is_verbose: bool = False
     otlp_endpoint: str | None = None
+    checks_only: bool = False
     log_format: str = "text"
     log_level: str = "info"
 

@@ -6,9 +6,10 @@ line on stderr), as llama-server does.
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -37,10 +38,11 @@ class ServerOptions:
 
     service: ServiceOptions
     parsed: Parsed
+    own_key: str = field(repr=False)
 
     def gateway_line(self, service_address: str) -> bytes:
         """The options of the gateway, as the line of JSON that it reads."""
-        return gateway_options(self.parsed, service_address)
+        return gateway_options(self.parsed, service_address, self.own_key)
 
 
 def server_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> ServerOptions:
@@ -48,7 +50,9 @@ def server_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Serv
     _answer_questions("kvarts-server", _SERVER_SUMMARY, argv, FLAGS)
     try:
         parsed = _parse(argv, environ, FLAGS)
-        options = ServerOptions(service_options(parsed), parsed)
+        own_key = secrets.token_hex(32)
+        service = replace(service_options(parsed), own_key=own_key)
+        options = ServerOptions(service, parsed, own_key)
         options.gateway_line("")
     except FlagError as error:
         _refuse("kvarts-server", error)

@@ -38,17 +38,36 @@ class KeyRing:
 
     With several keys each key is a tenant, named by its digest, so that what one key's requests
     leave behind is never another's to reuse. An admin key alone leaves ordinary calls open.
+    `own_key` opens what any key opens and is nobody's: the own gateway reads facts by it.
     """
 
-    def __init__(self, api_keys: Sequence[str] = (), admin_key: str | None = None) -> None:
+    def __init__(
+        self,
+        api_keys: Sequence[str] = (),
+        admin_key: str | None = None,
+        own_key: str | None = None,
+    ) -> None:
         self._users = tuple(_digest(key) for key in api_keys)
         self._admin = _digest(admin_key) if admin_key is not None else None
-        self._has_tenants = len(self._users) + (self._admin is not None) > 1
+        self._own = _digest(own_key) if own_key is not None else None
+        self._has_tenants = self._is_shared
 
     @property
     def is_open(self) -> bool:
         """Whether no key is asked of any call."""
         return not self._users and self._admin is None
+
+    def replace(self, api_keys: Sequence[str]) -> None:
+        """Puts other keys in the place of the users'; calls that were let in go on.
+
+        Whoever was a tenant stays one, or what it left behind would become the remaining key's.
+        """
+        self._users = tuple(_digest(key) for key in api_keys)
+        self._has_tenants = self._has_tenants or self._is_shared
+
+    @property
+    def _is_shared(self) -> bool:
+        return len(self._users) + (self._admin is not None) > 1
 
     def judge(self, presented: str | None) -> Grant:
         """Judges a key; None is a call without one."""
@@ -57,7 +76,7 @@ class KeyRing:
         if presented is None:
             return Grant(Access.NONE if self._users else Access.USER)
         digest = _digest(presented)
-        is_user = False
+        is_user = is_own = self._own is not None and hmac.compare_digest(digest, self._own)
         for known in self._users:
             is_user |= hmac.compare_digest(digest, known)
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
@@ -65,6 +84,8 @@ class KeyRing:
             return Grant(Access.NONE)
         if is_admin:
             return Grant(Access.ADMIN, self._tenant(digest), owns_all=True)
+        if is_own:
+            return Grant(Access.USER)
         if self._admin is None:
             return Grant(Access.ADMIN, self._tenant(digest))
         return Grant(Access.USER, self._tenant(digest))

@@ -69,12 +69,16 @@ class Metrics:
         )
         self._rebuilds = self._counter("rebuilds", f"Rebuilds by result: {_RESULTS}.", "result")
         self._rebuild_times = self._histogram("rebuild", "One rebuild, whole.", _WAIT_BOUNDS_S)
+        self._reloads = self._counter("config_reloads", "Files read again.", "what", "result")
         # What has not happened yet is 0, not absent: a rate needs a value before.
         for cause in CancelCause:
             self._cancelled.labels(cause.value)
         for op in _SLOT_OPS:
             self._slot_ops.labels(op, "ok")
         self._rebuilds.labels("ok")
+        for what in ("certificates", "api_keys"):
+            for result in ("ok", "refused"):
+                self._reloads.labels(what, result)
 
     def set_ready(self, is_ready: bool) -> None:
         """Shows whether the server can generate now."""
@@ -108,6 +112,10 @@ class Metrics:
     def rebuild(self) -> AbstractContextManager[None]:
         """Times and counts what is done inside, a rebuild of pools."""
         return _measured(self._rebuilds.labels, self._rebuild_times)
+
+    def count_reload(self, what: str, result: str) -> None:
+        """Counts one try to put changed files in force."""
+        self._reloads.labels(what, result).inc()
 
     def count_cancelled(self, cause: CancelCause) -> None:
         """Counts one generation that the engine ended early."""

@@ -17,13 +17,16 @@ from typing import Any, cast
 from engine.errors import EngineError
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from engine.types import EngineConfig, Mirostat, Pooling, SamplingParams
+from service.access_options import api_keys, key_file, tls_files
 from service.adapter_options import adapter_dir, with_adapters
 from service.defaults import GenerationDefaults, ReasoningDefaults
 from service.engine_options import embeds, engine_config
 from service.flag_values import BadValue, unescape
 from service.flags import FlagError, Parsed
 from service.json_text import parse_json
+from service.key_file import KeyFile
 from service.template import try_template
+from service.tls_files import TlsFiles
 
 SERVICE_PORT = 50051
 _VERBOSE = 10
@@ -49,15 +52,6 @@ class ModelSource:
     cache_dir: Path
     hub_dir: Path
     hf_token: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """PEM files of a server; with `client_ca_file` clients must show a certificate."""
-
-    cert_file: str
-    key_file: str
-    client_ca_file: str | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,8 @@ class ServiceOptions:
         has_vllm_metrics: what routers read of a vLLM server is served under its names too.
         otlp_endpoint: where spans of calls are sent, `http(s)://HOST:PORT`; None makes none.
         api_keys: any of them opens the service; empty leaves it open.
+        key_file: where those keys are read again when it changes; None: only at the start.
+        own_key: opens the service to its own gateway; None where there is none.
         admin_key: alone opens what changes slots, adapters and pools, if set.
         tls: certificate of the public door; None is plain text.
         shutdown_timeout_s: grace of running requests after the first signal.
@@ -98,6 +94,7 @@ class ServiceOptions:
         pre_override: pre-tokenizer instead of the file's.
         chat_template: Jinja source, or a built-in format's name, instead of the file's template.
         use_jinja: templates are run; else built-in formats only.
+        checks_only: look at everything that was named and serve nothing.
         log_format: `text` or `json`.
         log_level: `debug`, `info`, `warning`, `error` or `off`.
         log_file: also log there.
@@ -117,6 +114,8 @@ class ServiceOptions:
     has_vllm_metrics: bool = False
     otlp_endpoint: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_file: KeyFile | None = None
+    own_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
     shutdown_timeout_s: float = 2.0
@@ -126,6 +125,7 @@ class ServiceOptions:
     pre_override: str | None = None
     chat_template: str | None = None
     use_jinja: bool = True
+    checks_only: bool = False
     log_format: str = "text"
     log_level: str = "info"
     log_file: str | None = None
@@ -152,9 +152,10 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         metrics_port=parsed["metrics_port"],
         has_vllm_metrics=parsed["has_vllm_metrics"],
         otlp_endpoint=_otlp_endpoint(parsed),
-        api_keys=_api_keys(parsed),
+        api_keys=api_keys(parsed),
+        key_file=key_file(parsed),
         admin_key=parsed["admin_key"],
-        tls=_tls(parsed),
+        tls=tls_files(parsed),
         shutdown_timeout_s=parsed["shutdown_timeout_s"],
         slot_save_path=_slot_save_path(parsed),
         slot_autosave=_slot_autosave(parsed),
@@ -162,21 +163,28 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),
         use_jinja=parsed["use_jinja"],
+        checks_only=parsed["checks_only"],
         log_format=_log_format(parsed),
         log_level=_log_level(parsed),
         log_file=_log_file(parsed),
     )
 
 
-def gateway_options(parsed: Parsed, service: str) -> bytes:
-    """Builds the line of JSON that the gateway reads; `service` is the address to call.
+def gateway_options(parsed: Parsed, service: str, own_key: str) -> bytes:
+    """Builds the line of JSON that the gateway reads.
+
+    Args:
+        parsed: the command line.
+        service: the address to call.
+        own_key: for the gateway's own calls.
 
     Raises:
         FlagError: flags contradict each other, or a file that one names cannot be used.
     """
-    keys = _api_keys(parsed)
+    keys, file = api_keys(parsed), key_file(parsed)
     admin_key = parsed["admin_key"]
-    tls = _tls(parsed)
+    tls = tls_files(parsed)
+    named = file.beside if file else keys
     prefix = cast("str", parsed["api_prefix"]).rstrip("/")
     if prefix and not prefix.startswith("/"):
         raise FlagError(f"--api-prefix {prefix!r}: must start with /")
@@ -186,10 +194,11 @@ def gateway_options(parsed: Parsed, service: str) -> bytes:
     is_vertex = parsed["aip_mode"] == _VERTEX_MODE
     document: dict[str, Any] = {
         "service": service,
-        "service_key": keys[0] if keys else admin_key,
+        "service_key": own_key,
         "hosts": hosts,
         "port": parsed["aip_http_port"] if is_vertex else parsed["port"],
-        "api_keys": (*keys, admin_key) if keys and admin_key else keys,
+        "api_keys": (*named, admin_key) if keys and admin_key else named,
+        "api_key_file": file.path if file else None,
         "api_prefix": prefix,
         "static_path": parsed["static_path"],
         "timeout_s": parsed["timeout_s"],
@@ -346,34 +355,6 @@ def _unescaped(parsed: Parsed, texts: list[str] | tuple[str, ...], flag: str) ->
         return tuple(unescape(text) for text in texts)
     except BadValue as bad:
         raise FlagError(f"{flag}: {bad}") from None
-
-
-def _api_keys(parsed: Parsed) -> tuple[str, ...]:
-    # A key that is empty, as of an unset shell variable, must not leave the server open.
-    if not all(parsed["api_keys"]):
-        raise FlagError("--api-key: holds no key")
-    keys = [key for group in parsed["api_keys"] for key in group]
-    if parsed["api_key_file"]:
-        lines = _read_text(parsed["api_key_file"], "--api-key-file").splitlines()
-        keys += [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise FlagError(f"--api-key-file {parsed['api_key_file']}: holds no key")
-    return tuple(dict.fromkeys(keys))
-
-
-def _tls(parsed: Parsed) -> TlsFiles | None:
-    cert, key, ca = parsed["ssl_cert_file"], parsed["ssl_key_file"], parsed["ssl_client_ca_file"]
-    if not cert and not key:
-        if ca:
-            raise FlagError("--ssl-client-ca-file: needs --ssl-cert-file and --ssl-key-file")
-        return None
-    if not cert or not key:
-        raise FlagError("--ssl-cert-file and --ssl-key-file: each needs the other")
-    for flag, name in (("--ssl-cert-file", cert), ("--ssl-key-file", key)):
-        _read_text(name, flag)
-    if ca:
-        _read_text(ca, "--ssl-client-ca-file")
-    return TlsFiles(cert, key, ca)
 
 
 def _otlp_endpoint(parsed: Parsed) -> str | None:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -40,6 +39,7 @@ from engine.slots.store import SlotStore
 from engine.types import EventSink
 from service.autosave import Autosave
 from service.bridge import Bridge, BridgeHooks
+from service.certificates import ServerCertificates
 from service.disk_metrics import SlotDiskCollector
 from service.embedding import EmbeddingServicer
 from service.fetch.errors import FetchError
@@ -52,10 +52,12 @@ from service.lora import LoraServicer
 from service.metrics import Metrics, MetricsServer
 from service.model import ModelServicer
 from service.open_calls import OpenCalls
-from service.options import ServiceOptions, TlsFiles
+from service.options import ServiceOptions
 from service.rebuild import RebuildServicer
+from service.reload import Reloads
 from service.slots import SlotServicer
 from service.telemetry import Spans
+from service.tls_files import BadCertificates
 from service.tokenization import TokenizationServicer
 from service.vllm_metrics import VllmCollector
 
@@ -109,13 +111,15 @@ class Server:
         self._bridge = Bridge(
             BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault)
         )
+        self._keys = KeyRing(options.api_keys, options.admin_key, options.own_key)
+        self._certificates: ServerCertificates | None = None
         self._calls = OpenCalls()
         self._spans = spans or _spans(options)
         self._grpc = grpc.aio.server(
             interceptors=(
                 self._calls,
                 Telemetry(self._metrics, spans=self._spans),
-                Auth(KeyRing(options.api_keys, options.admin_key)),
+                Auth(self._keys),
                 Fence(stall_limit_s),
             ),
             options=_channel_options(options),
@@ -131,7 +135,7 @@ class Server:
         """Opens the doors; from now on health is answered.
 
         Raises:
-            BindError: An address is in use or cannot be had.
+            BindError: An address is in use or cannot be had, or its certificates cannot be used.
         """
         await self._health.set("", _SERVING)
         await self._set_ready(False)
@@ -139,6 +143,8 @@ class Server:
         self._bind()
         await self._grpc.start()
         self._spawn(watch_loop_lag(self._metrics.observe_loop_lag))
+        self.reloads = self._watched_files()
+        self._spawn(self.reloads.watch())
 
     async def load(self, load_model: LoadModel) -> None:
         """Builds the model on a thread of its own, then is ready.
@@ -258,7 +264,7 @@ class Server:
             self.addresses += (address,)
         if options.grpc_port is not None:
             address = _address(options.grpc_host, options.grpc_port)
-            self.port = self._listen(address, options.tls)
+            self.port = self._listen(address, self._server_credentials())
             self.addresses += (_address(options.grpc_host, self.port),)
         if options.metrics_port is not None:
             host, port = options.grpc_host, options.metrics_port
@@ -268,11 +274,27 @@ class Server:
                 raise BindError(f"cannot listen on {_address(host, port)}: {error}") from error
             self.metrics_port = self._closing.enter_context(metrics).port
 
-    def _listen(self, address: str, tls: TlsFiles | None) -> int:
+    def _server_credentials(self) -> grpc.ServerCredentials | None:
+        if self._options.tls is None:
+            return None
         try:
-            if tls is None:
+            self._certificates = ServerCertificates(self._options.tls)
+        except BadCertificates as error:
+            raise BindError(str(error)) from error
+        return self._certificates.credentials()
+
+    def _watched_files(self) -> Reloads:
+        """What is read again when it changes; everything else takes a restart."""
+        watched = [self._certificates.watched] if self._certificates else []
+        if self._options.key_file is not None:
+            watched.append(self._options.key_file.watched(self._keys))
+        return Reloads(watched, self._metrics.count_reload)
+
+    def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        try:
+            if credentials is None:
                 return self._grpc.add_insecure_port(address)
-            return self._grpc.add_secure_port(address, _credentials(tls))
+            return self._grpc.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise BindError(f"cannot listen on {address}: the address is in use") from error
 
@@ -386,14 +408,6 @@ def _channel_options(options: ServiceOptions) -> Sequence[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-    )
-
-
-def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    pair = (Path(tls.key_file).read_bytes(), Path(tls.cert_file).read_bytes())
-    roots = Path(tls.client_ca_file).read_bytes() if tls.client_ca_file else None
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=roots, require_client_auth=roots is not None
     )
 
 

@@ -12,7 +12,7 @@ from service.flag_table.model import CONTEXT, MODEL, REQUEST
 from service.flag_table.reasoning import REASONING
 from service.flag_table.refused import REFUSED
 from service.flag_table.sampling import SAMPLING
-from service.flag_table.serving import ACCESS, GRPC, HTTP, LOGS, TRACES, VARIABLES
+from service.flag_table.serving import ACCESS, CHECK, GRPC, HTTP, LOGS, TRACES, VARIABLES
 
 FLAGS = (
     *MODEL,
@@ -25,6 +25,7 @@ FLAGS = (
     *HTTP,
     *REASONING,
     *ACCESS,
+    *CHECK,
     *LOGS,
     *TRACES,
     *IGNORED,

@@ -294,6 +294,19 @@ ACCESS = (
     ),
 )
 
+CHECK = (
+    Flag(
+        ("--check-config",),
+        SWITCH,
+        "checks_only",
+        "look at flags, model, adapters, pools, templates, keys, certificates and folders, serve "
+        "nothing, fetch nothing: status 0 if all is well",
+        default=False,
+        scope=Scope.SERVICE,
+        group=_LOGS,
+    ),
+)
+
 LOGS = (
     Flag(
         ("-v", "--log-verbose", "--verbose"),

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from kvarts.v1 import model_pb2, model_pb2_grpc
 
-from service.options import TlsFiles
+from service.tls_files import TlsFiles
 from service.server import Server
 from tests.contract.serving import fake_model, options, serving
 from tests.fakes import fake_engine

@@ -36,7 +36,7 @@ async def _serving(
     service = connect(told)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(told, service, spans),
+        make_app(told, service, spans=spans),
         http=BoundedHttpProtocol,
         loop="asyncio",
         ws="none",
