@@ -117,16 +117,11 @@ def load_engine(
     if config.compile_cache:
         _keep_programs(config.compile_cache)
     with GgufFile.open(path) as file:
-        spec, facts = read_spec(file), read_facts(file)
-        hints = read_sampling(file.metadata)
-        if spec.encoder is not None and (config.adapters or config.max_adapters):
-            raise InvalidField("adapters", f"a {spec.architecture} model takes none (--lora)")
-        if config.context_shift and not can_move(spec):
-            raise InvalidField("context_shift", f"keys of {spec.architecture} cannot be moved")
-        plan = plan_memory(config, _kv_shape(spec), spec.context_train)
-        vocab, digest = read_vocab(file.metadata), digest_weights(file)
+        front = _read_front(file, config)
+        spec, facts, hints = front.spec, front.facts, front.hints
+        plan, vocab = front.plan, front.vocab
+        digest = digest_weights(file)
         source = ModelSource(file.stamps, tuple(file.tensors.values()))
-        _check_vocab(file.name, spec, vocab)
         # The tokenizer is built in the interpreter while numpy fills the arena and XLA compiles.
         with ThreadPoolExecutor(1) as side:
             tokenizing = side.submit(_load_texts, vocab, facts, pre_override)
@@ -177,6 +172,51 @@ def load_engine(
         model_name=facts.name,
     )
     return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan, runner, weights, identity)
+
+
+def check_engine(
+    path: str | os.PathLike[str], config: EngineConfig, *, pre_override: str | None = None
+) -> tuple[ModelSpec, MemoryPlan, Vocab]:
+    """Refuses what `load_engine` would refuse before it reads weights or compiles anything.
+
+    Args:
+        path: As in `load_engine`.
+        config: The same; every adapter of it is read whole.
+        pre_override: The same.
+
+    Raises:
+        EngineError: As `load_engine`.
+    """
+    with GgufFile.open(path) as file:
+        front = _read_front(file, config)
+        _load_texts(front.vocab, front.facts, pre_override)
+        model = target_model(front.spec)
+        capacity_for(config, read_start_adapters(config, model), model)
+        return front.spec, front.plan, front.vocab
+
+
+@dataclass(frozen=True)
+class _Front:
+    """What a model's file says before any weight is read, and the plan that follows."""
+
+    spec: ModelSpec
+    facts: FileFacts
+    hints: SamplingHints
+    plan: MemoryPlan
+    vocab: Vocab
+
+
+def _read_front(file: GgufFile, config: EngineConfig) -> _Front:
+    spec, facts = read_spec(file), read_facts(file)
+    hints = read_sampling(file.metadata)
+    if spec.encoder is not None and (config.adapters or config.max_adapters):
+        raise InvalidField("adapters", f"a {spec.architecture} model takes none (--lora)")
+    if config.context_shift and not can_move(spec):
+        raise InvalidField("context_shift", f"keys of {spec.architecture} cannot be moved")
+    plan = plan_memory(config, _kv_shape(spec), spec.context_train)
+    vocab = read_vocab(file.metadata)
+    _check_vocab(file.name, spec, vocab)
+    return _Front(spec, facts, hints, plan, vocab)
 
 
 def choose_kernels(wanted: str) -> bool:

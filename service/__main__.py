@@ -24,6 +24,11 @@ def main() -> NoReturn:
     """Runs kvarts-service until a signal, then ends the process."""
     options = service_command_line(sys.argv[1:], os.environ)
     configure(options.log_format, options.log_level, options.log_file)
+    if options.checks_only:
+        # jax takes a second to import.
+        from service.check import run_check
+
+        leave(run_check("kvarts-service", options))
     warning = exposure_warning([options.grpc_host], has_key=bool(options.api_keys))
     if warning:
         sys.stderr.write(warning + "\n")

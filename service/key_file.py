@@ -56,6 +56,6 @@ def _lines(path: str) -> list[str]:
     if len(raw) > MAX_KEY_FILE_BYTES:
         raise BadKeyFile(f"is larger than {MAX_KEY_FILE_BYTES} bytes")
     try:
-        return raw.decode().splitlines()
+        return [line.strip() for line in raw.decode().splitlines()]
     except UnicodeDecodeError:
         raise BadKeyFile("is not UTF-8") from None

@@ -46,6 +46,11 @@ def main() -> NoReturn:
     options = server_command_line(sys.argv[1:], os.environ)
     service = options.service
     configure(service.log_format, service.log_level, service.log_file)
+    if service.checks_only:
+        # The engine's imports take a second, which the gateway must not wait for otherwise.
+        from service.check import run_check
+
+        leave(run_check("kvarts-server", service))
     leave(launch(options, _serve))
 
 

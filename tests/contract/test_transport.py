@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -15,54 +14,14 @@ import grpc
 import pytest
 from kvarts.v1 import model_pb2, model_pb2_grpc
 
-from service.tls_files import TlsFiles
 from service.server import Server
+from service.tls_files import TlsFiles
+from tests.certificates import Certificates, needs_openssl
 from tests.contract.serving import fake_model, options, serving
 from tests.fakes import fake_engine
 
-OPENSSL = shutil.which("openssl")
-needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="makes certificates with openssl")
 BUF = shutil.which("buf", path=str(Path(sys.executable).parent))
 needs_buf = pytest.mark.skipif(BUF is None, reason="calls the server with buf")
-
-
-class Certificates:
-    """An authority in a folder, and what it signs."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self.ca = folder / f"{name}.pem"
-        self._ca_key = folder / f"{name}.key"
-        subject = ("-subj", f"/CN={name}", "-days", "1")
-        self._openssl("req", "-x509", *self._new_key(self._ca_key), *subject, "-out", self.ca)
-
-    def sign(self, name: str) -> tuple[bytes, bytes]:
-        """Returns the key and the certificate of a party at 127.0.0.1."""
-        key, cert = self._folder / f"{name}.key", self._folder / f"{name}.pem"
-        self._openssl(
-            "req",
-            "-x509",
-            *self._new_key(key),
-            *("-subj", f"/CN={name}", "-days", "1", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-CA", self.ca, "-CAkey", self._ca_key, "-out", cert),
-        )
-        return key.read_bytes(), cert.read_bytes()
-
-    def files(self, name: str, client_ca: Path | None = None) -> TlsFiles:
-        self.sign(name)
-        folder = self._folder
-        ca = str(client_ca) if client_ca else None
-        return TlsFiles(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), ca)
-
-    def _new_key(self, key: Path) -> tuple[str | Path, ...]:
-        return (
-            *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-keyout", key),
-        )
-
-    def _openssl(self, *words: str | Path) -> None:
-        assert OPENSSL is not None
-        subprocess.run([OPENSSL, *words], check=True, capture_output=True)
 
 
 @asynccontextmanager

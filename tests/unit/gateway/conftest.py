@@ -13,8 +13,10 @@ import pytest
 import uvicorn
 
 from gateway.app import make_app
+from gateway.keys import Keys
 from gateway.options import GatewayOptions
 from gateway.protocol import BoundedHttpProtocol
+from gateway.reload import Reloads
 from gateway.service import connect
 from gateway.tracing import PASSED_ON, Spans
 from tests.unit.gateway.fake_service import FakeService
@@ -30,13 +32,19 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _serving(
-    address: str, *, waits: bool = True, spans: Spans = PASSED_ON, **options: object
+    address: str,
+    *,
+    waits: bool = True,
+    spans: Spans = PASSED_ON,
+    keys: Keys | None = None,
+    reloads: Reloads | None = None,
+    **options: object,
 ) -> AsyncGenerator[httpx.AsyncClient]:
     told = GatewayOptions(service=address, **options)  # pyright: ignore[reportArgumentType] # tests name options freely
     service = connect(told)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(told, service, spans=spans),
+        make_app(told, service, keys=keys, reloads=reloads, spans=spans),
         http=BoundedHttpProtocol,
         loop="asyncio",
         ws="none",

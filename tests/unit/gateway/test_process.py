@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from gateway import flags, listeners
+from gateway.keys import Keys
 from gateway.options import GatewayOptions, encode_options
 from tests.unit.gateway.conftest import until_ready
 from tests.unit.gateway.fake_service import FakeService
@@ -138,11 +139,16 @@ def test_flags_win_over_variables():
     assert options.api_prefix == "/llm"
 
 
-def test_keys_come_from_a_file(tmp_path: Path):
+def test_keys_of_a_file_are_added_to_those_of_the_flag(tmp_path: Path):
     file = tmp_path / "keys"
     file.write_text("# mine\nsesame\n\n second \n")
-    options = flags.parse(["--service", "a:1", "--api-key-file", str(file)], {})
-    assert options.api_keys == ("sesame", "second")
+    options = flags.parse(
+        ["--service", "a:1", "--api-key", "named", "--api-key-file", str(file)], {}
+    )
+    keys = Keys(options)
+    assert all(keys.knows(key) for key in ("named", "sesame", "second"))
+    assert not keys.is_open
+    assert not any(keys.knows(key) for key in ("", "# mine", " second ", "other"))
 
 
 def test_help_shows_defaults_where_there_are_some():

@@ -15,6 +15,7 @@ from service.flag_table.sampling import SAMPLING
 from service.flags import FlagError, parse
 from service.options import ServiceOptions, config_file_paths, gateway_options, service_options
 from service.validate import Limits, check_generate
+from tests.certificates import Certificates, needs_openssl
 
 
 def _service(*words: str, **environ: str) -> ServiceOptions:
@@ -22,7 +23,7 @@ def _service(*words: str, **environ: str) -> ServiceOptions:
 
 
 def _gateway(*words: str, **environ: str) -> GatewayOptions:
-    return decode_options(gateway_options(parse(words, environ, FLAGS), "unix:/s"))
+    return decode_options(gateway_options(parse(words, environ, FLAGS), "unix:/s", "own"))
 
 
 def test_silence_is_the_peers_defaults() -> None:
@@ -38,7 +39,9 @@ def test_silence_is_the_peers_defaults() -> None:
 
 
 def test_silence_is_the_gateways_own_defaults() -> None:
-    expected = GatewayOptions(service="unix:/s", chat_template_kwargs={"preserve_reasoning": True})
+    expected = GatewayOptions(
+        service="unix:/s", service_key="own", chat_template_kwargs={"preserve_reasoning": True}
+    )
     assert _gateway() == expected
 
 
@@ -126,13 +129,14 @@ def test_keys_come_from_flags_and_file_once_each(tmp_path: Path) -> None:
     words = ["--api-key", "a,b", "--api-key-file", str(file)]
     assert _service(*words).api_keys == ("a", "b", "from-file")
     gateway = _gateway(*words, "--admin-key", "root")
-    assert gateway.api_keys == ("a", "b", "from-file", "root")
-    assert gateway.service_key == "a"
+    # The gateway reads the file itself, when it changes too.
+    assert (gateway.api_keys, gateway.api_key_file) == (("a", "b", "root"), str(file))
+    assert gateway.service_key == "own"
 
 
 def test_an_admin_key_alone_leaves_the_gateway_open() -> None:
     gateway = _gateway("--admin-key", "root")
-    assert (gateway.api_keys, gateway.service_key) == ((), "root")
+    assert gateway.api_keys == ()
 
 
 def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
@@ -158,15 +162,25 @@ def test_secrets_do_not_show_in_a_printed_options() -> None:
 def test_certificate_and_key_need_each_other(tmp_path: Path) -> None:
     pem = tmp_path / "a.pem"
     pem.write_text("x")
-    both = ["--ssl-cert-file", str(pem), "--ssl-key-file", str(pem)]
-    tls = _service(*both).tls
-    assert tls is not None
-    assert tls.client_ca_file is None
-    assert _gateway(*both).ssl_cert_file == str(pem)
     with pytest.raises(FlagError, match="each needs the other"):
         _service("--ssl-key-file", str(pem))
     with pytest.raises(FlagError, match="--ssl-client-ca-file: needs"):
         _service("--ssl-client-ca-file", str(pem))
+
+
+@needs_openssl
+def test_a_pair_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    ours = Certificates(tmp_path, "ours")
+    files, other = ours.files("server"), ours.files("other")
+    words = ("--ssl-cert-file", files.cert_file, "--ssl-key-file")
+    assert _service(*words, files.key_file).tls == files
+    assert _gateway(*words, files.key_file).ssl_cert_file == files.cert_file
+    with pytest.raises(FlagError, match=r"--ssl-cert-file, --ssl-key-file: .*mismatch"):
+        _service(*words, other.key_file)
+    with pytest.raises(FlagError, match=r"nope\.pem: No such file"):
+        _service(*words, str(tmp_path / "nope.pem"))
+    with pytest.raises(FlagError, match=r"client-ca-file: .*server\.key"):
+        _service(*words, files.key_file, "--ssl-client-ca-file", files.key_file)
 
 
 def test_a_template_may_be_a_file(tmp_path: Path) -> None:
