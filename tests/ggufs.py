@@ -9,7 +9,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,13 +121,13 @@ class TinyLlama:
     tied_head: bool = False
     never_ends: bool = True
     ggml_type: Type = Type.F32
-    tokenizer: Literal["spm", "bpe"] = "spm"
+    tokenizer: Literal["spm", "bpe", "tools"] = "spm"
     seed: int = 0
 
 
 def write_llama(path: Path, model: TinyLlama = TinyLlama(), **writer_options: Any) -> Path:
     """Writes a model; `writer_options` go to GGUFWriter (`split_max_tensors` makes shards)."""
-    tokenizer = spm_tokenizer() if model.tokenizer == "spm" else bpe_tokenizer()
+    tokenizer = _TOKENIZERS[model.tokenizer]()
     writer = GGUFWriter(path, "llama", **writer_options)
     add_llama_keys(writer, model)
     add_tokenizer(writer, tokenizer)
@@ -231,6 +231,17 @@ def spm_tokenizer() -> Tokenizer:
     return Tokenizer("llama", None, tuple(tokens), tuple(types), scores=tuple(scores))
 
 
+def tools_tokenizer() -> Tokenizer:
+    """The same with a token that opens a call of a tool, the last one."""
+    plain = spm_tokenizer()
+    return replace(
+        plain,
+        tokens=(*plain.tokens, "<tool_call>"),
+        types=(*plain.types, TokenType.USER_DEFINED),
+        scores=(*plain.scores, 0.0),
+    )
+
+
 def bpe_tokenizer() -> Tokenizer:
     """A byte-level BPE vocabulary: specials, 256 bytes, and merges of a few words."""
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -250,6 +261,9 @@ def bpe_tokenizer() -> Tokenizer:
         add_bos=False,
         add_space_prefix=False,
     )
+
+
+_TOKENIZERS = {"spm": spm_tokenizer, "bpe": bpe_tokenizer, "tools": tools_tokenizer}
 
 
 def byte_characters() -> dict[int, str]:

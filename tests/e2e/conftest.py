@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.programs import Program, running
 from tests.e2e.rpc import Client, client, until
-from tests.ggufs import TinyLlama, write_llama
+from tests.ggufs import TinyLlama, tools_tokenizer, write_llama
 
 KEY = "e2e-key"
 NUM_SLOTS = 8
@@ -78,6 +78,54 @@ async def shared_server(program: Program) -> AsyncGenerator[Server]:
     await healthy(url)
     async with client(program.grpc_address(), KEY) as rpc:
         yield Server(url, program.grpc_address(), rpc)
+
+
+TOOL_TEMPLATE = """\
+{%- for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>
+{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>
+{%- endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+CALL_TOKEN = len(tools_tokenizer().tokens) - 1
+"""What opens a call; a model without training needs to be pushed there."""
+
+
+@pytest.fixture(scope="session")
+def start_assistant(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Start:
+    """Starts a server whose template writes calls of tools, one a turn, and that embeds too."""
+    folder = tmp_path_factory.mktemp("assistant")
+    path = write_llama(folder / "tools.gguf", TinyLlama(context=1024, tokenizer="tools"))
+    (folder / "tools.jinja").write_text(TOOL_TEMPLATE)
+
+    def start_server(*flags: str) -> AbstractContextManager[Program]:
+        return running(
+            "kvarts-server",
+            *("-m", str(path), "--compile-cache", str(cache_dir / "xla"), "--port", "0"),
+            *("-np", "2", "-ub", "32", "--grpc-port", "0", "--api-key", KEY),
+            *("--chat-template-file", str(folder / "tools.jinja")),
+            *("--embeddings", "--pooling", "mean", *flags),
+        )
+
+    return start_server
+
+
+@pytest.fixture(scope="session")
+async def assistant(start_assistant: Start) -> AsyncGenerator[Server]:
+    with start_assistant() as program:
+        program.ready()
+        url = program.http_url()
+        await healthy(url)
+        async with client(program.grpc_address(), KEY) as rpc:
+            yield Server(url, program.grpc_address(), rpc)
 
 
 @pytest.fixture
