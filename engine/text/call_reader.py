@@ -64,6 +64,10 @@ class CallReader:
         name, mark, rest = self._text.partition(self._tools.name_end)
         if not mark:
             return False
+        if self._tools.id_start:
+            name, _, self._id = name.partition(self._tools.id_start)
+        if self._tools.note_start:
+            name, _, _ = name.partition(self._tools.note_start)
         self._name = name.strip()
         self._tell(pieces)
         self._begin(rest.lstrip(_SPACE))

@@ -30,8 +30,9 @@ class ToolFormat:
     """How calls are written: `start`, the call, `end`; one after another, or in one JSON list.
 
     A call is a JSON object with the tool's name and its arguments under these keys, or, where
-    `name_end` is given, the bare name, `name_end`, and the arguments. `is_list`: one section holds
-    a list of calls.
+    `name_end` is given, the bare name, maybe `id_start` and an id, `name_end`, and the arguments.
+    From `note_start` on the name has a note that says nothing. `is_list`: one section holds a list of
+    calls. `lead` belongs to `start` where it is before it.
     """
 
     start: str
@@ -40,7 +41,10 @@ class ToolFormat:
     arguments_key: str = "arguments"
     id_key: str = ""
     name_end: str = ""
+    id_start: str = ""
+    note_start: str = ""
     is_list: bool = False
+    lead: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -52,13 +56,15 @@ class ToolFormat:
 class ParameterTags:
     """The texts around a parameter: `start`, its name, `name_end`, its value, `end`.
 
-    `value_start` comes before the value, with white space before it.
+    `value_start` comes before the value, with white space before it. Of `kind_marks` the first is
+    before texts and the second before JSON, if there are any.
     """
 
     start: str
     name_end: str
     end: str
     value_start: str = ""
+    kind_marks: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class TaggedFormat:
     """How calls are written between tags: `start`, calls, `end`.
 
     A call is `call_start`, the tool's name, `name_end`, its arguments, `call_end`. No `name_end`:
-    white space or a tag ends the name. Without `parameter` the arguments are a JSON object. With
+    white space or a tag ends the name. `lead` belongs to `start` where it is before it. Without `parameter` the arguments are a JSON object. With
     `id_start` a colon and the call's number follow the name, and all that together is its id.
     """
 
@@ -77,6 +83,7 @@ class TaggedFormat:
     call_end: str = ""
     parameter: ParameterTags | None = None
     id_start: str = ""
+    lead: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -116,7 +123,27 @@ class ChatFormat:
 
 # The bar of DeepSeek's tokens.
 _BAR = "\uff5c"
+_DSML = f"{_BAR}DSML{_BAR}"
 THINK = ReasoningTags("<think>", "</think>")
+
+
+def _dsml(section: str) -> TaggedFormat:
+    """DeepSeek's markup from V3.2 on: each parameter says whether it is a text."""
+    return TaggedFormat(
+        f"<{_DSML}{section}>",
+        f"</{_DSML}{section}>",
+        call_start=f'<{_DSML}invoke name="',
+        name_end='">',
+        call_end=f"</{_DSML}invoke>",
+        parameter=ParameterTags(
+            f'<{_DSML}parameter name="',
+            '" string="',
+            f"</{_DSML}parameter>",
+            kind_marks=('true">', 'false">'),
+        ),
+        lead="\n\n",
+    )
+
 
 # Nothing is told apart.
 PLAIN = ChatFormat("content")
@@ -161,6 +188,20 @@ FAMILIES: tuple[ChatFormat, ...] = (
         ),
         THINK,
     ),
+    ChatFormat("deepseek-v3.2", (_DSML, "function_calls>"), _dsml("function_calls"), THINK),
+    ChatFormat("deepseek-v4", (_DSML, "tool_calls>"), _dsml("tool_calls"), THINK),
+    ChatFormat(
+        "nemotron-v2",
+        ("<TOOLCALL>", "</TOOLCALL>"),
+        ToolFormat("<TOOLCALL>", "</TOOLCALL>", is_list=True),
+        THINK,
+    ),
+    ChatFormat(
+        "gigachat-3",
+        ("<|message_sep|>", "'role': 'function call'"),
+        ToolFormat("<|message_sep|>\n\nfunction call<|role_sep|>\n"),
+    ),
+    ChatFormat("gigachat-3.1", ("<|function_call|>",), ToolFormat("<|function_call|>")),
     ChatFormat(
         "minimax-m2",
         ("<minimax:tool_call>", "<invoke name=", "<parameter name="),
@@ -214,6 +255,12 @@ FAMILIES: tuple[ChatFormat, ...] = (
     ChatFormat(
         "gpt-oss",
         ("<|channel|>", "<|message|>"),
+        ToolFormat(
+            "<|channel|>commentary to=functions.",
+            name_end="<|message|>",
+            note_start="<|constrain|>",
+            lead="<|start|>assistant",
+        ),
         reasoning=ReasoningTags(
             "<|channel|>analysis<|message|>",
             "<|end|>",
@@ -240,6 +287,27 @@ FAMILIES: tuple[ChatFormat, ...] = (
             is_list=True,
         ),
         ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    ChatFormat(
+        "mistral-small-3.2",
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        ToolFormat("[TOOL_CALLS]", name_end="[ARGS]", id_start="[CALL_ID]"),
+    ),
+    ChatFormat(
+        "mistral-nemo",
+        ("[TOOL_CALLS][", '"id": "'),
+        ToolFormat("[TOOL_CALLS]", id_key="id", is_list=True),
+    ),
+    ChatFormat(
+        "command-r-plus",
+        ("Action:\\n```json", "tool_name", "<|CHATBOT_TOKEN|>"),
+        ToolFormat(
+            "Action:\n```json\n",
+            "```",
+            name_key="tool_name",
+            arguments_key="parameters",
+            is_list=True,
+        ),
     ),
     ChatFormat(
         "mistral",

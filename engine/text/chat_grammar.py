@@ -17,6 +17,8 @@ from engine.text.grammar.schema_rules import Rules, constant, literal
 from engine.text.grammar.until import until
 from engine.text.tagged_grammar import CallableTool, tagged_grammar
 
+_ID = "[a-zA-Z0-9]{9}"
+
 
 def call_grammar(
     tools: ToolFormat | TaggedFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
@@ -53,12 +55,17 @@ def _call(tools: ToolFormat, tool: CallableTool, rules: Rules, name: str) -> str
     writer = SchemaWriter(read_schema(tool.parameters), rules, prefix=f"{name}-")
     arguments = writer.add(writer.root, f"{name}-arguments")
     if tools.name_end:
-        return rules.add(name, f"{literal(tool.name + tools.name_end)} space {arguments}")
+        head = literal(tool.name)
+        if tools.id_start:
+            head += f" {literal(tools.id_start)} {_ID}"
+        if tools.note_start:
+            head += f' (" "? {literal(tools.note_start)} "json")?'
+        return rules.add(name, f"{head} {literal(tools.name_end)} space {arguments}")
     # An id of nine letters and digits, as the one family wants that checks it.
     call_id = ""
     if tools.id_key:
         key = constant(tools.id_key)
-        call_id = f' ("," space {key} space ":" space "\\"" [a-zA-Z0-9]{{9}} "\\"" space)?'
+        call_id = f' ("," space {key} space ":" space "\\"" {_ID} "\\"" space)?'
     head = f'{constant(tools.name_key)} space ":" space {constant(tool.name)} space'
     tail = f'{constant(tools.arguments_key)} space ":" space {arguments}'
     return rules.add(name, f'"{{" space {head} "," space {tail} space{call_id} "}}"')

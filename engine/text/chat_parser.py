@@ -168,7 +168,8 @@ class MessageParser:
             found = _Found(self._held, is_complete=False)
             self._held = ""
         elif self._tools.start:
-            found = self._take_until(self._tools.start, is_last=is_last)
+            tools = self._tools
+            found = self._take_until(tools.start, is_last=is_last, lead=tools.lead)
         else:
             found = self._take_bare(is_last=is_last)
         if found.text:
@@ -205,13 +206,18 @@ class MessageParser:
         self._place, self._is_trimming = _Place.CONTENT, True
         return bool(self._held) or is_last
 
-    def _take_until(self, mark: str, *, is_last: bool) -> _Found:
-        """Takes what comes before a mark, and the mark; what may begin one is left."""
+    def _take_until(self, mark: str, *, is_last: bool, lead: str = "") -> _Found:
+        """Takes what comes before a mark, and the mark; what may begin one is left.
+
+        A `lead` right before the mark is part of it.
+        """
         at = self._held.find(mark)
         if at >= 0:
             text, self._held = self._held[:at], self._held[at + len(mark) :]
-            return _Found(text, is_complete=True)
-        num_kept = 0 if is_last else _overlap(self._held, mark)
+            return _Found(text.removesuffix(lead), is_complete=True)
+        num_kept = 0
+        if not is_last:
+            num_kept = max(_overlap(self._held, mark), _overlap(self._held, lead + mark))
         text = self._held[: len(self._held) - num_kept]
         self._held = self._held[len(text) :]
         return _Found(text, is_complete=False)

@@ -100,7 +100,10 @@ def _parameter(
 ) -> str:
     head = literal(tags.start + key + tags.name_end)
     head += f" gap {literal(tags.value_start)}" if tags.value_start else ""
-    if kind_of(schema) is not Kind.JSON:
+    is_json = kind_of(schema) is Kind.JSON
+    if tags.kind_marks:
+        head += f" {literal(tags.kind_marks[is_json])}"
+    if not is_json:
         return rules.add(name, f"{head} {until(tags.end, rules, 'text')}")
     writer = SchemaWriter(read_schema(_alone(schema, parameters)), rules, prefix=f"{name}-")
     value = writer.add(writer.root, f"{name}-value")

@@ -144,7 +144,11 @@ class TaggedReader:
         if tags.value_start:
             value = value.lstrip(_SPACE).removeprefix(tags.value_start)
         name = name.strip()
-        shown = _json(value, self._kinds.kind(self._name, name))
+        kind = self._kinds.kind(self._name, name)
+        for mark, marked in zip(tags.kind_marks or (), (Kind.STRING, Kind.JSON), strict=False):
+            if value.startswith(mark):
+                value, kind = value.removeprefix(mark), marked
+        shown = _json(value, kind)
         comma = "," if self._num_parameters else ""
         member = f"{comma}{json.dumps(name, ensure_ascii=False)}:{shown}"
         pieces.append(CallPiece(self._index, member))

@@ -300,7 +300,8 @@ def _tagged(tools: TaggedFormat) -> tuple[str, str]:
     shown = arguments
     if tags is not None:
         arguments = '{"n":7}'
-        shown = f"\n{tags.start}n{tags.name_end}\n{tags.value_start}7{tags.end}\n"
+        kind = tags.kind_marks[1] if tags.kind_marks else "\n"
+        shown = f"\n{tags.start}n{tags.name_end}{kind}{tags.value_start}7{tags.end}\n"
     call = f"{tools.call_start}w{number}{tools.name_end}{shown}{tools.call_end}"
     return arguments, f"{tools.start}{call}{tools.end}"
 
@@ -320,7 +321,8 @@ def test_what_a_familys_grammar_allows_its_parser_reads(family: ChatFormat):
         assert parse(family, text) == ("", "", [("w", arguments)])
         return
     if tools.name_end:
-        call = f"w{tools.name_end}{arguments}"
+        call_id = f"{tools.id_start}000000001" if tools.id_start else ""
+        call = f"w{call_id}{tools.name_end}{arguments}"
     else:
         call = json.dumps({tools.name_key: "w"})[:-1] + f', "{tools.arguments_key}": {arguments}}}'
     text = tools.start + (f"[{call}]" if tools.is_list else call) + tools.end
@@ -406,3 +408,121 @@ def test_one_call_or_several():
 def test_a_template_tells_its_family(template: str, name: str, thinks: bool):
     found = find_format(template)
     assert (found.name, found.reasoning is not None) == (name, thinks)
+
+
+# Texts and messages of llama.cpp's tests of the same templates.
+_BAR = "\uff5c"
+_TOKYO = f'<{_BAR}DSML{_BAR}parameter name="city" string="true">Tokyo</{_BAR}DSML{_BAR}parameter>'
+_ONE = f'<{_BAR}DSML{_BAR}parameter name="n" string="false">-1.5</{_BAR}DSML{_BAR}parameter>'
+
+
+def _dsml(section: str, *calls: tuple[str, str]) -> str:
+    inner = "".join(
+        f'<{_BAR}DSML{_BAR}invoke name="{name}">\n{parameter}\n</{_BAR}DSML{_BAR}invoke>\n'
+        for name, parameter in calls
+    )
+    return f"<{_BAR}DSML{_BAR}{section}>\n{inner}</{_BAR}DSML{_BAR}{section}>"
+
+
+FROM_THE_PEERS_TESTS: list[tuple[str, str, Message]] = [
+    (
+        "deepseek-v3.2",
+        "<think>Let me check</think>\n\n" + _dsml("function_calls", ("time", _TOKYO)),
+        ("", "Let me check", [("time", '{"city":"Tokyo"}')]),
+    ),
+    (
+        "deepseek-v3.2",
+        "<think>x</think>Let me call.\n\n"
+        + _dsml("function_calls", ("time", _TOKYO), ("sum", _ONE)),
+        ("Let me call.", "x", [("time", '{"city":"Tokyo"}'), ("sum", '{"n":-1.5}')]),
+    ),
+    ("deepseek-v4", _dsml("tool_calls", ("sum", _ONE)), ("", "", [("sum", '{"n":-1.5}')])),
+    ("deepseek-v4", "a\n\nb\n\n", ("a\n\nb\n\n", "", [])),
+    (
+        "nemotron-v2",
+        '<think>hm</think><TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>',
+        ("", "hm", [("f", '{"a": 1}')]),
+    ),
+    (
+        "gigachat-3",
+        'Hello<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
+        ("Hello", "", [("f", '{"a": 1}')]),
+    ),
+    (
+        "gigachat-3.1",
+        '<|function_call|>{"name": "f", "arguments": {"a": 1}}',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    (
+        "command-r-plus",
+        'Action:\n```json\n[{"tool_name": "f", "parameters": {"a": 1}}]\n```',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    (
+        "mistral-nemo",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}]',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    (
+        "mistral-small-3.2",
+        '[TOOL_CALLS]f[CALL_ID]000000001[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]000000002[ARGS]{}',
+        ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (
+        "gpt-oss",
+        '<|channel|>commentary to=functions.f<|message|>{"a": 1}',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}',
+        ("", "hm", [("f", '{"a": 1}')]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), FROM_THE_PEERS_TESTS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_what_the_peer_reads_of_a_family(family: str, text: str, expected: Message, size: int):
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert parse(BY_NAME[family], *pieces) == expected
+
+
+def test_an_id_between_tags_is_the_calls():
+    parser = MessageParser(BY_NAME["mistral-small-3.2"], parses_tools=True, reads_reasoning=True)
+    deltas = parser.push('[TOOL_CALLS]f[CALL_ID]00000001a[ARGS]{"a": 1}') + parser.finish()
+    (first, *_) = [delta for delta in deltas if isinstance(delta, CallPiece)]
+    assert (first.name, first.call_id) == ("f", "00000001a")
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("gpt-oss", "<|channel|>commentary to=functions.v <|constrain|>json<|message|>{}"),
+        ("gpt-oss", "<|channel|>commentary to=functions.v<|message|>{}"),
+        ("mistral-small-3.2", "[TOOL_CALLS]v[CALL_ID]00000001a[ARGS]{}"),
+        ("command-r-plus", 'Action:\n```json\n[{"tool_name": "v", "parameters": {}}]\n```'),
+        ("nemotron-v2", '<TOOLCALL>[{"name": "v", "arguments": {}}]</TOOLCALL>'),
+        ("gigachat-3.1", '<|function_call|>{"name": "v", "arguments": {}}'),
+        ("deepseek-v3.2", _dsml("function_calls", ("v", ""))),
+    ],
+)
+def test_a_grammar_allows_what_the_family_writes(family: str, text: str):
+    tools = BY_NAME[family].tools
+    assert tools is not None
+    assert matches(compiled(call_grammar(tools, TOOLS, parallel=True)), text)
+
+
+def test_a_parameter_says_what_it_is_by_its_schema():
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "n": {"type": "number"}},
+        "required": ["city", "n"],
+    }
+    tools = BY_NAME["deepseek-v4"].tools
+    assert tools is not None
+    grammar = compiled(call_grammar(tools, [CallableTool("f", schema)], parallel=False))
+    assert matches(grammar, _dsml("tool_calls", ("f", f"{_TOKYO}\n{_ONE}")))
+    wrong = _ONE.replace("false", "true")
+    assert not matches(grammar, _dsml("tool_calls", ("f", f"{_TOKYO}\n{wrong}")))
