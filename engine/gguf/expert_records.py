@@ -8,10 +8,12 @@ slot is as long as the longest record.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
 from engine.errors import ModelFileError
 from engine.gguf.arena import Bytes, Matrix, fill_matrix, plan_matrix
@@ -19,6 +21,8 @@ from engine.gguf.header import TensorInfo
 from engine.gguf.layouts import BLOCK_BYTES
 from engine.gguf.reader import GgufFile
 from engine.gguf.stamp import FileStamp
+
+Fill = Callable[[Bytes, Matrix, Type, Bytes, str], None]
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,29 @@ class ExpertRecords:
     """Reads records with pread, from any thread; holds the files open."""
 
     def __init__(
-        self, file: GgufFile, layers: Sequence[Sequence[str]], *, tiled: bool = False
+        self,
+        file: GgufFile,
+        layers: Sequence[Sequence[str]],
+        *,
+        tiled: bool = False,
+        fill: Fill | None = None,
     ) -> None:
         """Plans records of `layers`, each the names of its stacks.
+
+        Args:
+            file: Where they are.
+            layers: The stacks of each layer.
+            tiled: Lay matrices out for the native kernels.
+            fill: Encodes a matrix in place of `fill_matrix`, to the same bytes.
 
         Raises:
             ModelFileError: A tensor is missing, or the file is not the one that was opened.
             UnsupportedModel: A tensor is of a type without a layout.
         """
         self._name = file.name
+        self._fill = fill or _fill
+        # Of one thread: fresh memory for every record costs more than reading it.
+        self._scratch = threading.local()
         self._layers = [_plan(file, names, tiled) for names in layers]
         self.num_blocks = max(_end(stacks) for stacks in self._layers)
         self._descriptors: list[int] = []
@@ -71,10 +89,15 @@ class ExpertRecords:
         for stack in self._layers[layer]:
             info = stack.info
             nbytes = info.nbytes // info.shape[0]
-            raw = np.empty(nbytes, np.uint8)
+            raw = self._room(nbytes)
             self._pread(info, info.offset + expert * nbytes, raw)
-            for _ in fill_matrix(blocks, stack.place, info.ggml_type, raw, self._name):
-                pass  # each piece is in its place by then
+            self._fill(blocks, stack.place, info.ggml_type, raw, self._name)
+
+    def _room(self, nbytes: int) -> Bytes:
+        held: Bytes | None = getattr(self._scratch, "bytes", None)
+        if held is None or len(held) < nbytes:
+            held = self._scratch.bytes = np.empty(nbytes, np.uint8)
+        return held[:nbytes]
 
     def close(self) -> None:
         """Closes the files."""
@@ -88,6 +111,11 @@ class ExpertRecords:
             if not count:
                 raise ModelFileError(self._name, f"ends inside tensor {info.name!r}")
             done += count
+
+
+def _fill(data: Bytes, matrix: Matrix, ggml_type: Type, raw: Bytes, file_name: str) -> None:
+    for _ in fill_matrix(data, matrix, ggml_type, raw, file_name):
+        pass  # each piece is in its place by then
 
 
 def _plan(file: GgufFile, names: Sequence[str], tiled: bool) -> list[_Stack]:

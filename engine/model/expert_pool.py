@@ -23,6 +23,7 @@ from engine.gguf.arena import Bytes, Matrix
 from engine.gguf.expert_records import ExpertRecords
 from engine.gguf.layouts import BLOCK_BYTES
 from engine.gguf.reader import GgufFile
+from engine.kernels.native import encode
 from engine.kernels.native.expert_cache import NativeExpertCache, cached_products, ensure_experts
 from engine.kernels.qmatmul import MatrixStack, expert_products, stack_table
 from engine.memory.expert_store import Expert, ExpertShape, ExpertStore
@@ -373,4 +374,6 @@ def _open_records(spec: ModelSpec, file: GgufFile, *, is_native: bool) -> Expert
         [f"blk.{i}.{name}.weight" for name in stack_names(_experts_of(spec, i))]
         for i in expert_layers(spec)
     ]
-    return ExpertRecords(file, names, tiled=is_native) if names else None
+    if not names:
+        return None
+    return ExpertRecords(file, names, tiled=is_native, fill=encode.fill if is_native else None)

@@ -1,0 +1,69 @@
+"""The native encoder makes the bytes of numpy's, whatever the shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+
+from engine.errors import ModelFileError
+from engine.gguf.arena import Matrix, fill_matrix, plan_matrix
+from engine.gguf.layouts import BLOCK_BYTES
+from engine.gguf.reader import GgufFile
+from engine.kernels.native.encode import fill
+from tests.ggufs import random_blocks, write_gguf
+from tests.native import requires_native
+
+pytestmark = requires_native
+FORMATS = [Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.MXFP4]
+# Where the byte is whose bits make a scale not finite, and those bits; of MXFP4 253 is too large.
+BAD = {Type.Q8_0: (1, 0x7C), Type.Q4_K: (3, 0x7C), Type.Q6_K: (209, 0xFC), Type.MXFP4: (0, 253)}
+Bytes = npt.NDArray[np.uint8]
+
+
+def planned(path: Path, kind: Type, rows: int, cols: int) -> tuple[Matrix, Bytes]:
+    blocks = random_blocks(np.random.default_rng(rows + cols), kind, (1, rows, cols))
+    write_gguf(path, tensors={"w": (blocks, kind)})
+    with GgufFile.open(path) as file:
+        matrix = replace(plan_matrix(file, "w", 1, tiled=True), count=1)
+        return matrix, file.raw("w").copy()
+
+
+def encode_both(matrix: Matrix, kind: Type, raw: Bytes) -> tuple[Bytes, Bytes]:
+    # A block before and one behind, in which nothing may be written.
+    shape = (matrix.stride_blocks + 2, BLOCK_BYTES)
+    expected, found = np.full(shape, 0xEE, np.uint8), np.full(shape, 0xEE, np.uint8)
+    for _ in fill_matrix(expected, matrix, kind, raw, "m.gguf"):
+        pass
+    fill(found, matrix, kind, raw, "m.gguf")
+    return expected, found
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("rows", "cols"), [(16, 256), (64, 768), (33, 512), (1, 256), (15, 2048)])
+def test_the_bytes_are_those_of_numpy(kind: Type, rows: int, cols: int, tmp_path: Path) -> None:
+    matrix, raw = planned(tmp_path / "m.gguf", kind, rows, cols)
+    expected, found = encode_both(matrix, kind, raw)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_scale_that_is_not_finite_is_damage_with_its_row(kind: Type, tmp_path: Path) -> None:
+    matrix, raw = planned(tmp_path / "m.gguf", kind, 40, 512)
+    damaged = raw.reshape(40, -1, GGML_QUANT_SIZES[kind][1]).copy()
+    place, bits = BAD[kind]
+    damaged[37, 1, place] = bits
+    target = np.zeros((matrix.stride_blocks + 2, BLOCK_BYTES), np.uint8)
+    with pytest.raises(ModelFileError, match="'w' has a block scale in row 37 that is not finite"):
+        fill(target, matrix, kind, damaged.reshape(-1), "m.gguf")
+
+
+def test_other_formats_go_through_numpy(tmp_path: Path) -> None:
+    matrix, raw = planned(tmp_path / "m.gguf", Type.Q5_K, 32, 256)
+    expected, found = encode_both(matrix, Type.Q5_K, raw)
+    np.testing.assert_array_equal(found, expected)
