@@ -21,6 +21,7 @@ from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.desk import AdapterSetup
 from engine.adapters.room import check_bank_room
 from engine.adapters.start import capacity_for, read_start_adapters
+from engine.budget import fit_budget
 from engine.compile_cache import enable_compile_cache
 from engine.devices import choose_device
 from engine.engine import Engine
@@ -31,10 +32,12 @@ from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
+from engine.memory.expert_store import ExpertShape
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
-from engine.memory.split import MemoryLimits, shape_of, sizes_of
+from engine.memory.split import MemoryLimits, floors_of, shape_of, sizes_of, with_sizes
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
+from engine.model.expert_pool import expert_shape
 from engine.model.moving import can_move
 from engine.model.scoring import read_head
 from engine.model.spec import ModelSpec
@@ -57,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far loading is: `stage` is "weights" (bytes) or "compile" (programs)."""
+    """How far loading is: `stage` is "weights", "experts" (bytes) or "compile" (programs)."""
 
     stage: str
     done: int
@@ -125,12 +128,15 @@ def load_engine(
         # The tokenizer is built in the interpreter while numpy fills the arena and XLA compiles.
         with ThreadPoolExecutor(1) as side:
             tokenizing = side.submit(_load_texts, vocab, facts, pre_override)
+            shape = expert_shape(spec, file, is_native=is_native)
+            has_budget = config.memory_budget is not None
             weights = load_weights(
                 spec,
                 file,
                 lambda done, total: report(LoadProgress("weights", done, total)),
                 is_native=is_native,
-                expert_slots=config.moe_cache_slots,
+                # Under a budget they get their memory when all else is known.
+                expert_slots=shape.floor if shape and has_budget else config.moe_cache_slots,
                 overlaps=config.prefill_overlap,
             )
             head = read_head(spec, file)
@@ -140,16 +146,24 @@ def load_engine(
             model = target_model(spec)
             adapters = read_start_adapters(config, model)
             capacity = capacity_for(config, adapters, model)
-            limits = _memory_limits(spec, _fixed_bytes(weights))
+            limits = _memory_limits(config, spec, _fixed_bytes(weights))
             experts = expert_pool()[0] if expert_pool else None
-            bank_bytes = capacity.nbytes(model.matrices.values())
+            smallest = with_sizes(plan, floors_of(plan)) if has_budget else plan
             check_bank_room(
-                shape_of(plan, limits, experts), sizes_of(plan, experts), capacity, bank_bytes
+                shape_of(smallest, limits, experts),
+                sizes_of(smallest, experts.size if experts else None),
+                capacity,
+                capacity.nbytes(model.matrices.values()),
             )
+            if has_budget:
+                fitted = fit_budget(
+                    config, spec, plan, weights, _runner_config, capacity, _counting(report, shape)
+                )
+                plan, weights = fitted.plan, fitted.weights
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
-    limits = _memory_limits(spec, runner.fixed_bytes)
+    limits = _memory_limits(config, spec, runner.fixed_bytes)
     replaced: dict[str, Any] = {"memory": limits} | parts
     engine_parts = EngineParts(
         runner=runner,
@@ -255,11 +269,28 @@ def _expert_pool(weights: Weights) -> Callable[[], tuple[PoolInfo, ExpertFigures
     return lambda: (store.pool_info(), store.figures)
 
 
-def _memory_limits(spec: ModelSpec, fixed_bytes: int) -> MemoryLimits:
-    """What there is: all of the device's memory, else of the machine's.
+def _counting(
+    report: Callable[[LoadProgress], None], shape: ExpertShape | None
+) -> Callable[[int], None]:
+    """Reports experts as they are read under a budget, in bytes of memory at most."""
+    total = shape.ceiling * shape.slot_bytes if shape else 0
+    done = 0
+
+    def on_read(count: int) -> None:
+        nonlocal done
+        done = min(total, done + count)
+        report(LoadProgress("experts", done, total))
+
+    return on_read
+
+
+def _memory_limits(config: EngineConfig, spec: ModelSpec, fixed_bytes: int) -> MemoryLimits:
+    """What there is: the budget, else all of the device's memory, else of the machine's.
 
     `fixed_bytes` are those of arrays that no pool's size changes.
     """
+    if config.memory_budget is not None:
+        return MemoryLimits(spec.architecture, fixed_bytes, config.memory_budget)
     stats = cast("dict[str, int]", jax.devices()[0].memory_stats() or {})
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_bytes = stats.get("bytes_limit", machine)

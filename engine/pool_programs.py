@@ -170,6 +170,19 @@ class PoolPrograms:
                 if progress:
                     progress(done, len(work))
 
+    def compile_largest(self) -> None:
+        """Compiles the steps among which the one is that needs the most workspace.
+
+        Those with the longest chunk, and decodes of one row and of all: XLA may copy a pool in one
+        kind of step and not in the other.
+        """
+        buckets = self.buckets()
+        longest = max(bucket.chunk for bucket in buckets)
+        rows = {1, self.config.max_rows}
+        for bucket in buckets:
+            if bucket.chunk == longest or (not bucket.chunk and bucket.rows in rows):
+                self._compile(bucket)
+
     def packed(self, bucket: Bucket) -> PackedStep:
         """How a step of a bucket is packed."""
         return PackedStep(bucket, self._limits)

@@ -56,7 +56,7 @@ class Pools:
         experts = self.experts()[0] if self.experts else None
         windows, states = self.table.windows, self.table.states
         sizes = PoolSizes(
-            kv=self.pages.size,
+            kv=self.pages.size if self.plan.page_bytes else None,
             swa=windows.pages.size if windows else None,
             mamba=states.size if states else None,
             moe_cache=experts.size if experts else None,

@@ -248,10 +248,10 @@ class Rebuilds:
     def _forecast(
         self, wish: RebuildWish, current: PoolSizes, split: Split, began_s: float
     ) -> RebuildReport:
-        seen = forecast(self._table, self._pages, device_sizes(split.sizes))
+        seen = forecast(self._table, self._pages, self._device_sizes(split.sizes))
         num_experts = self._doors.num_experts()
         kept = min(num_experts, split.sizes.moe_cache or 0)
-        touched = Touched.of(device_sizes(current), device_sizes(split.sizes))
+        touched = Touched.of(self._device_sizes(current), self._device_sizes(split.sizes))
         return RebuildReport(
             request_id=wish.request_id,
             previous=current,
@@ -262,6 +262,11 @@ class Rebuilds:
             elapsed_s=self._doors.clock() - began_s,
             is_busy=self._job is not None or bool(self._busy_cause()),
         )
+
+    def _device_sizes(self, sizes: PoolSizes) -> DeviceSizes:
+        """The sizes as the runner takes them: pages are counted even where they have no bytes."""
+        pages = self._pages.size if sizes.kv is None else sizes.kv
+        return DeviceSizes(pages, sizes.swa or 0, sizes.mamba or 0, sizes.moe_cache or 0)
 
     def _bytes_of(self, units: DeviceSizes, touched: Touched) -> int:
         counts: dict[str, int] = {}
@@ -282,7 +287,7 @@ class Rebuilds:
     def _compile(self, job: _Job) -> None:
         """On a thread of its own."""
         try:
-            prepared = self._runner.prepare(device_sizes(job.split.sizes))
+            prepared = self._runner.prepare(self._device_sizes(job.split.sizes))
         except BaseException as error:
             outcome = error
             self._doors.post(lambda: job.compiled.set_exception(outcome))
@@ -343,7 +348,7 @@ class Rebuilds:
             return
         copies: Copies | None = None
         old: PreparedPools = self._runner.pools
-        touched = Touched.of(old.sizes, device_sizes(split.sizes))
+        touched = Touched.of(old.sizes, self._device_sizes(split.sizes))
         try:
             copies = self._copy_out(job, touched)
             self._swap(job, job.compiled.result(), copies, touched)
@@ -373,7 +378,7 @@ class Rebuilds:
 
     def _copy_out(self, job: _Job, touched: Touched) -> Copies:
         with self._timed(job, Stage.COPY_OUT):
-            let_go(self._table, self._pages, device_sizes(job.split.sizes))
+            let_go(self._table, self._pages, self._device_sizes(job.split.sizes))
             return Copies.read(self._table, self._pages, self._runner, touched)
 
     def _swap(self, job: _Job, prepared: PreparedPools, copies: Copies, touched: Touched) -> None:
@@ -435,11 +440,6 @@ class Rebuilds:
         fault = RebuildFailed(job.stage.value)
         fault.__cause__ = error
         _fail(job.waiters, fault)
-
-
-def device_sizes(sizes: PoolSizes) -> DeviceSizes:
-    """Returns the sizes of what lies on the device."""
-    return DeviceSizes(sizes.kv or 0, sizes.swa or 0, sizes.mamba or 0, sizes.moe_cache or 0)
 
 
 def _is_given_up(job: _Job) -> bool:

@@ -183,22 +183,39 @@ class JaxRunner:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of weights, adapter banks and workspace: what no size of a pool changes."""
+        workspace = self._texts.workspace_bytes if self._texts else self._programs.workspace_bytes
+        return self._array_bytes + workspace
+
+    def fixed_bytes_at(self, sizes: DeviceSizes) -> int:
+        """The same at other sizes: compiles the steps that need the most workspace there."""
+        if self._texts:
+            self._texts.compile()
+            return self.fixed_bytes
+        programs = self._programs_at(sizes)
+        programs.compile_largest()
+        return self._array_bytes + programs.workspace_bytes
+
+    @property
+    def _array_bytes(self) -> int:
         weights = replace(self._weights, experts=None)
         arrays = jax.tree.leaves((weights, self._banks.arrays if self._banks else None))
-        workspace = self._texts.workspace_bytes if self._texts else self._programs.workspace_bytes
-        return sum(array.nbytes for array in arrays) + workspace
+        return sum(array.nbytes for array in arrays)
 
     def prepare(self, sizes: DeviceSizes) -> PoolPrograms:
         """Compiles all programs of other sizes, if they are others."""
-        now, weights = self._programs.sizes, self._weights
+        now = self._programs.sizes
         if not self._changes_programs(now, sizes):
             return self._programs.at(sizes)
+        programs = self._programs_at(sizes)
+        programs.compile()
+        return programs
+
+    def _programs_at(self, sizes: DeviceSizes) -> PoolPrograms:
+        weights = self._weights
         if weights.experts is not None:
             planned = weights.experts.pool.planned(sizes.moe_cache)
             weights = weights.with_experts(self._spec, planned, sizes.moe_cache)
-        programs = PoolPrograms(self._spec, weights, self._config.at(sizes), self._banks)
-        programs.compile()
-        return programs
+        return PoolPrograms(self._spec, weights, self._config.at(sizes), self._banks)
 
     def _changes_programs(self, now: DeviceSizes, then: DeviceSizes) -> bool:
         """A program knows where pages and states lie, and whether experts are in slots."""

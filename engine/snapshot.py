@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.memory.pages import PageAllocator
-from engine.memory.planner import MIN_KV_PAGES, MemoryPlan
+from engine.memory.planner import MemoryPlan
 from engine.scheduler import Scheduler
 from engine.scheduling.row import Row
 from engine.slots.table import Slot, SlotTable
@@ -27,7 +27,7 @@ def describe(
             _slot_info(slot, rows.get(slot.slot_id), table.context_tokens) for slot in table.slots
         ),
         pools=(
-            _kv_info(table, pages, plan, ceilings),
+            *_kv_info(table, pages, plan, ceilings),
             *_swa_info(table, plan, ceilings),
             *_mamba_info(table, plan, ceilings),
         ),
@@ -57,19 +57,24 @@ def _slot_info(slot: Slot, row: Row | None, context_tokens: int) -> SlotInfo:
 
 def _kv_info(
     table: SlotTable, pages: PageAllocator, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
-) -> PoolInfo:
+) -> tuple[PoolInfo, ...]:
+    """The pages of full attention; where they have no bytes they are no pool."""
+    if not plan.page_bytes:
+        return ()
     busy, idle = table.page_use()
-    return PoolInfo(
-        kind=PoolKind.KV,
-        size=pages.size,
-        free=pages.num_free,
-        used=len(busy),
-        pinned=len(idle),
-        cached=pages.size - pages.num_free - len(busy) - len(idle),
-        floor=MIN_KV_PAGES,
-        ceiling=ceilings[PoolKind.KV],
-        unit_bytes=plan.page_bytes,
-        unit_tokens=plan.page_tokens,
+    return (
+        PoolInfo(
+            kind=PoolKind.KV,
+            size=pages.size,
+            free=pages.num_free,
+            used=len(busy),
+            pinned=len(idle),
+            cached=pages.size - pages.num_free - len(busy) - len(idle),
+            floor=plan.kv_floor,
+            ceiling=ceilings[PoolKind.KV],
+            unit_bytes=plan.page_bytes,
+            unit_tokens=plan.page_tokens,
+        ),
     )
 
 

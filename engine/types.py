@@ -497,7 +497,9 @@ class EngineConfig:
     host memory for prefixes that lost their place on the device (None: unlimited, 0: off).
     `context_shift`: a full context loses tokens in its middle and the request goes on, instead of
     ending. Of a model with experts `moe_cache_slots` are in memory (None: all), and with
-    `prefill_overlap` prompts read the next layer's ahead. `device` is "cpu", "gpu",
+    `prefill_overlap` prompts read the next layer's ahead. `memory_budget` are the bytes that the
+    engine may take in all: experts come first after `kv_reserve_tokens` of pages, which no rebuild
+    goes below either, and pages take the rest. `device` is "cpu", "gpu",
     "metal", or "auto": a GPU if there is one. `kernels` is "native", "xla", or "auto": native where
     it was built and the device is a CPU. `adapters` are loaded at start, in this order;
     `max_adapters` None is as many as those, `max_adapter_rank` None the greatest of theirs. With
@@ -523,6 +525,8 @@ class EngineConfig:
     host_cache_bytes: int | None = 0
     moe_cache_slots: int | None = None
     prefill_overlap: bool = True
+    memory_budget: int | None = None
+    kv_reserve_tokens: int | None = None
     context_shift: bool = False
     queue_requests: int = 256
     queue_bytes: int = 64 << 20

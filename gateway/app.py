@@ -88,7 +88,14 @@ def make_app(
     # A trailing slash is another path to the peer.
     app.router.redirect_slashes = False
     pages = frozenset({"/", "/index.html"}) if options.has_ui else frozenset({"/"})
-    gates = Gates(app, options, keys or Keys(options), lambda: readiness.facts is not None, pages)
+    gates = Gates(
+        app,
+        options,
+        keys or Keys(options),
+        is_ready=lambda: readiness.facts is not None,
+        is_serving=lambda: readiness.is_serving,
+        pages=pages,
+    )
     return WatchedReplies(gates, replies, spans)
 
 

@@ -34,20 +34,28 @@ class Ready(Protocol):
 
 
 class Gates:
-    """The outermost application. `pages` are the paths of the page, open and never gated."""
+    """The outermost application. `pages` are the paths of the page, open and never gated.
+
+    Without `is_ready` no route can answer. Without `is_serving` generations wait: only who asks for
+    the health is told.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
         options: GatewayOptions,
         keys: Keys,
+        *,
         is_ready: Ready,
+        is_serving: Ready,
         pages: frozenset[str],
     ) -> None:
         self._app = app
         self._options = options
         self._is_ready = is_ready
+        self._is_serving = is_serving
         self._pages = pages
+        self._health = frozenset(f"{options.api_prefix}{path}" for path in _PUBLIC)
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +74,8 @@ class Gates:
         path: str = scope["path"]
         if not self._is_ready() and path not in self._pages:
             return _error(503, "Loading model", "unavailable_error")
+        if path in self._health and not self._is_serving():
+            return _error(503, "Rebuilding memory pools", "unavailable_error")
         if self._is_open(path) or self._keys.knows(presented_key(headers)):
             return None
         return _error(401, "Invalid API Key", "authentication_error")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvarts.v1 import model_pb2
+from kvarts.v1 import model_pb2, rebuild_pb2
 
 from gateway.facts import Facts, gather
 from gateway.options import GatewayOptions
@@ -46,7 +46,10 @@ class _Refusal(Exception):
 
 
 class Readiness:
-    """Holds the facts while the service is ready, and None while it loads, rebuilds or is gone.
+    """Holds the facts while the service has its model, and None while it loads or is gone.
+
+    A service that splits its memory anew has its model and `is_serving` not: it answers what can be
+    answered, and lets generations wait.
 
     `clock` is monotonic, in seconds, and `pause` sleeps for seconds; they only space out warnings.
     """
@@ -63,12 +66,18 @@ class Readiness:
         self._clock = clock
         self._pause = pause
         self._facts: Facts | None = None
+        self._is_serving = False
         self._warned_at_s: dict[object, float] = {}
 
     @property
     def facts(self) -> Facts | None:
-        """What is known of a service that can serve now."""
+        """What is known of a service that can be asked now."""
         return self._facts
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it serves what it is asked without delay."""
+        return self._facts is not None and self._is_serving
 
     async def watch(self) -> None:
         """Follows the service until cancelled; a service that comes back is found again."""
@@ -80,7 +89,11 @@ class Readiness:
         while True:
             try:
                 async for is_serving in self._health():
-                    self._facts = await self._gather() if is_serving else None
+                    self._is_serving = is_serving
+                    if is_serving:
+                        self._facts = await self._gather()
+                    elif self._facts is not None and not await self._has_pools():
+                        self._facts = None
             except _Refusal as refusal:
                 self._report(refusal)
             except Exception as error:
@@ -124,6 +137,17 @@ class Readiness:
             stub.GetServerInfo(model_pb2.GetServerInfoRequest(), metadata=key),
         )
         return gather(model.model, info.info, self._options)
+
+    async def _has_pools(self) -> bool:
+        """Whether the service still has its model; its pools say so while they are split anew."""
+        key = credentials(self._options.service_key)
+        try:
+            reply = await self._service.rebuild.GetPools(
+                rebuild_pb2.GetPoolsRequest(), metadata=key, timeout=_LOOK_S
+            )
+        except grpc.aio.AioRpcError:
+            return False
+        return reply.state != rebuild_pb2.REBUILD_STATE_UNSPECIFIED
 
     def _report(self, refusal: _Refusal) -> None:
         """Warns of what will not pass by itself, now and then while it lasts."""

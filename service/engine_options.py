@@ -31,6 +31,7 @@ def engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
     num_slots = _DEFAULT_SLOTS if is_automatic else parsed["num_slots"]
     unified = parsed["unified"]
     cache_ram_mib = parsed["cache_ram_mib"]
+    budget_mib = parsed["memory_budget_mib"]
     return EngineConfig(
         context_tokens=_context_tokens(parsed, num_slots),
         num_slots=num_slots,
@@ -44,6 +45,8 @@ def engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         mamba_slots=parsed["mamba_slots"],
         moe_cache_slots=parsed["moe_cache_slots"],
         prefill_overlap=parsed["prefill_overlap"],
+        memory_budget=None if budget_mib is None else budget_mib << 20,
+        kv_reserve_tokens=parsed["kv_reserve_tokens"],
         device="cpu" if parsed["device"] == "none" else parsed["device"],
         kernels=parsed["kernels"],
         embeds=embeds(parsed),

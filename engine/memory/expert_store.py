@@ -15,7 +15,7 @@ Example:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -33,19 +33,23 @@ _NOBODY = -1
 LOOKUPS, HITS, LOADS_AHEAD = 0, 1, 2
 
 Bytes = npt.NDArray[np.uint8]
-Reader = Callable[[int, int, Bytes], None]
+Reader = Callable[[int, int, int, Bytes], None]
 Expert = tuple[int, int]
 """A layer among those with experts, and an expert of it."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """What the experts of a model are; `top_k` is how many a token uses per layer."""
+    """What the experts of a model are; `top_k` is how many a token uses per layer.
+
+    An expert is read in `num_parts`, by several threads.
+    """
 
     num_layers: int
     num_experts: int
     top_k: int
     slot_bytes: int
+    num_parts: int = 1
 
     @property
     def floor(self) -> int:
@@ -95,7 +99,8 @@ class ExpertStore:
 
         Args:
             shape: What the experts are.
-            reader: Called with (layer, expert, a slot's bytes), from any thread; fills the slot.
+            reader: Called with (layer, expert, part, a slot's bytes), from any thread; fills that
+                part of the slot.
             overlaps: Read the next layer's experts ahead while a long step computes, whenever
                 there are two layers' worth of slots.
         """
@@ -135,13 +140,15 @@ class ExpertStore:
     def _set_books(self, num_slots: int, held: Sequence[Expert]) -> None:
         self.num_slots = num_slots
         self._layer_of = np.full(num_slots, _NOBODY, np.int32)
-        self._expert_of = np.full(num_slots, _NOBODY, np.int32)
+        # The place of a slot's expert in `uses`, row by row.
+        self._name_of = np.full(num_slots, _NOBODY, np.int64)
+        self._num_held = np.zeros(self.shape.num_layers, np.int64)
         self._taken_at = np.zeros(num_slots, np.int64)
         self._num_taken = 0
+        self._may_have_free = True
         self.slot_of[:] = _NOBODY
         for slot, (layer, expert) in enumerate(held):
-            self._layer_of[slot], self._expert_of[slot] = layer, expert
-            self.slot_of[layer, expert] = slot
+            self._hold(slot, layer, expert)
 
     def most_used(self, count: int) -> list[Expert]:
         """The experts in memory that are missed most, at most `count`, the most used first.
@@ -196,7 +203,7 @@ class ExpertStore:
         self.counts[LOOKUPS] += len(experts)
         self.counts[HITS] += len(experts) - len(missing)
         if missing:
-            self._load(layer, missing, kept={(layer, e) for e in experts})
+            self._load(layer, missing, experts)
             self._loads += len(missing)
             self._stall_s += time.perf_counter() - started
         if is_long and self.overlaps and layer + 1 < self.shape.num_layers:
@@ -222,65 +229,85 @@ class ExpertStore:
         """Reads what a layer lacks while the layer before it computes with `running`."""
         missing = np.flatnonzero(self.slot_of[layer] < 0)
         busiest = missing[np.argsort(-self.uses[layer, missing], kind="stable")].tolist()
-        kept = {(layer - 1, e) for e in running}
-        kept |= {(layer, e) for e in range(self.shape.num_experts)}
+        kept = [(layer - 1, e) for e in running]
         for expert in busiest:
-            self._fill(layer, expert, self._make_room(layer, kept))
+            own = np.flatnonzero(self.slot_of[layer] >= 0).tolist()
+            slot = self._make_room(layer, [*kept, *((layer, e) for e in own)])
+            self._fill(layer, [(expert, slot)], is_shared=False)
         self._loads_ahead += len(busiest)
 
-    def _load(self, layer: int, experts: Sequence[int], kept: set[tuple[int, int]]) -> None:
-        slots = [self._make_room(layer, kept) for _ in experts]
-        if len(experts) == 1:
-            self._fill(layer, experts[0], slots[0])
-            return
-        for done in [
-            self._threads.submit(self._fill, layer, expert, slot)
-            for expert, slot in zip(experts, slots, strict=True)
-        ]:
-            done.result()
+    def _load(self, layer: int, missing: Sequence[int], needed: Sequence[int]) -> None:
+        kept = [(layer, expert) for expert in needed]
+        self._fill(
+            layer, [(expert, self._make_room(layer, kept)) for expert in missing], is_shared=True
+        )
 
-    def _fill(self, layer: int, expert: int, slot: int) -> None:
+    def _fill(self, layer: int, wanted: Sequence[tuple[int, int]], *, is_shared: bool) -> None:
+        """Reads experts into slots; a second thread helps if the work `is_shared`."""
+        parts = range(self.shape.num_parts)
+        # Two threads may take from one iterator of a list.
+        work = iter([(expert, slot, part) for expert, slot in wanted for part in parts])
+        helper = None
+        if is_shared and len(wanted) * len(parts) > 1:
+            helper = self._threads.submit(self._read_all, layer, work)
         try:
-            self._reader(layer, expert, self.slots[slot])
+            try:
+                self._read_all(layer, work)
+            finally:
+                if helper is not None:
+                    helper.result()
         except BaseException:
-            self._taken_at[slot] = 0  # it is free again
+            for _, slot in wanted:
+                self._taken_at[slot] = 0  # it is free again
+            self._may_have_free = True
             raise
-        self._layer_of[slot], self._expert_of[slot] = layer, expert
+        for expert, slot in wanted:
+            self._hold(slot, layer, expert)
+
+    def _read_all(self, layer: int, work: Iterator[tuple[int, int, int]]) -> None:
+        for expert, slot, part in work:
+            self._reader(layer, expert, part, self.slots[slot])
+
+    def _hold(self, slot: int, layer: int, expert: int) -> None:
+        self._layer_of[slot] = layer
+        self._name_of[slot] = layer * self.shape.num_experts + expert
+        self._num_held[layer] += 1
         self.slot_of[layer, expert] = slot
 
-    def _make_room(self, layer: int, kept: set[tuple[int, int]]) -> int:
+    def _make_room(self, layer: int, kept: Sequence[Expert]) -> int:
         """Takes a slot: a free one, else that of the expert which is missed least.
 
         Other layers keep a few experts, unless only that makes the step possible.
         """
         self._num_taken += 1
-        free = np.flatnonzero((self._layer_of == _NOBODY) & (self._taken_at == 0))
-        if free.size:
-            slot = int(free[0])
-            self._taken_at[slot] = self._num_taken
-            return slot
-        candidates = self._evictable(layer, kept)
-        uses = self.uses[self._layer_of[candidates], self._expert_of[candidates]]
-        # The least used, of those the longest held.
-        order = np.lexsort((self._taken_at[candidates], uses))
-        slot = int(candidates[order[0]])
-        self.slot_of[self._layer_of[slot], self._expert_of[slot]] = _NOBODY
-        self._layer_of[slot] = self._expert_of[slot] = _NOBODY
+        if self._may_have_free:
+            free = np.flatnonzero((self._layer_of == _NOBODY) & (self._taken_at == 0))
+            if free.size:
+                slot = int(free[0])
+                self._taken_at[slot] = self._num_taken
+                return slot
+            self._may_have_free = False
+        slot = self._least_missed(layer, kept)
+        name, self._name_of[slot] = int(self._name_of[slot]), _NOBODY
+        self.slot_of.reshape(-1)[name] = _NOBODY
+        self._num_held[self._layer_of[slot]] -= 1
+        self._layer_of[slot] = _NOBODY
         self._taken_at[slot] = self._num_taken
         return slot
 
-    def _evictable(self, layer: int, kept: set[tuple[int, int]]) -> npt.NDArray[np.intp]:
-        held = self._layer_of != _NOBODY
-        is_kept = np.zeros(self.slot_of.shape, bool)
-        is_kept[tuple(np.array(sorted(kept)).T)] = True
-        held[held] = ~is_kept[self._layer_of[held], self._expert_of[held]]
+    def _least_missed(self, layer: int, kept: Sequence[Expert]) -> int:
         shape = self.shape
+        uses = self.uses.reshape(-1)[self._name_of]
+        uses[self._layer_of == _NOBODY] = np.inf
+        own = [slot for i, e in kept if (slot := self.slot_of[i, e]) >= 0]
+        uses[own] = np.inf
         fair = min(shape.top_k, self.num_slots // shape.num_layers)
-        per_layer = np.bincount(
-            self._layer_of[self._layer_of != _NOBODY], minlength=shape.num_layers
-        )
-        may_give = per_layer > fair
-        may_give[layer] = True
-        polite = held.copy()
-        polite[held] = may_give[self._layer_of[held]]
-        return np.flatnonzero(polite if polite.any() else held)
+        is_poor = self._num_held <= fair
+        is_poor[layer] = False
+        polite = np.where(is_poor[self._layer_of], np.inf, uses)
+        least = polite.min()
+        if np.isinf(least):
+            polite, least = uses, uses.min()
+        # The least used, of those the longest held.
+        same = np.flatnonzero(polite == least)
+        return int(same[0] if same.size == 1 else same[self._taken_at[same].argmin()])

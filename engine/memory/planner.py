@@ -1,7 +1,7 @@
 """How large contexts and pools are: pure integers, no arrays, no model.
 
-`plan_memory` turns the flags and the model's figures into sizes, or refuses with the numbers; the
-same arithmetic will serve a rebuild.
+`plan_memory` turns the flags and the model's figures into sizes, or refuses with the numbers. What
+fits a budget of bytes is `split`'s to say.
 
 Example:
     >>> shape = KvShape(num_layers=2, num_kv_heads=4, key_dim=8, value_dim=8)
@@ -81,7 +81,11 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes in usable units: the write sink of the pool is one page more."""
+    """Sizes in usable units: the write sink of the pool is one page more.
+
+    Where no layer keeps keys and values for good, a page has no bytes: it only counts tokens, and
+    there are as many as the slots can fill.
+    """
 
     slot_context_tokens: int
     kv_pages: int
@@ -89,6 +93,7 @@ class MemoryPlan:
     page_bytes: int
     window: WindowPlan | None = None
     states: StatePlan | None = None
+    kv_floor: int = MIN_KV_PAGES
 
     @property
     def kv_bytes(self) -> int:
@@ -185,14 +190,37 @@ def plan_memory(config: EngineConfig, shape: KvShape, training_tokens: int) -> M
     """
     _check(config, training_tokens)
     slot_tokens = slot_context_tokens(config, training_tokens)
+    page_bytes = config.page_tokens * shape.token_bytes(config.kv_dtype)
     return MemoryPlan(
         slot_context_tokens=slot_tokens,
-        kv_pages=num_kv_pages(config, training_tokens),
+        kv_pages=_plan_pages(config, slot_tokens, training_tokens, has_bytes=page_bytes > 0),
         page_tokens=config.page_tokens,
-        page_bytes=config.page_tokens * shape.token_bytes(config.kv_dtype),
+        page_bytes=page_bytes,
         window=_plan_window(config, shape, slot_tokens),
         states=_plan_states(config, shape),
+        kv_floor=_kv_floor(config),
     )
+
+
+def _kv_floor(config: EngineConfig) -> int:
+    reserve = config.kv_reserve_tokens or 0
+    return max(MIN_KV_PAGES, pages_for(reserve, config.page_tokens))
+
+
+def _plan_pages(
+    config: EngineConfig, slot_tokens: int, training_tokens: int, *, has_bytes: bool
+) -> int:
+    if has_bytes:
+        if config.kv_pages is not None:
+            _at_least("kv_pages", config.kv_pages, _kv_floor(config))
+        return max(num_kv_pages(config, training_tokens), _kv_floor(config))
+    for field, value in (
+        ("kv_pages", config.kv_pages),
+        ("kv_reserve_tokens", config.kv_reserve_tokens),
+    ):
+        if value is not None:
+            raise InvalidField(field, "the model keeps no keys and values beyond a window")
+    return config.num_slots * (pages_for(slot_tokens, config.page_tokens) + 1)
 
 
 def _round_up_context(num_tokens: int) -> int:
@@ -210,8 +238,10 @@ def _check(config: EngineConfig, training_tokens: int) -> None:
     _at_least("queue_requests", config.queue_requests, 1)
     _at_least("queue_bytes", config.queue_bytes, 1)
     _at_least("training_tokens", training_tokens, 1)
-    if config.kv_pages is not None:
-        _at_least("kv_pages", config.kv_pages, MIN_KV_PAGES)
+    if config.memory_budget is not None:
+        _at_least("memory_budget", config.memory_budget, 1)
+    if config.kv_reserve_tokens is not None:
+        _at_least("kv_reserve_tokens", config.kv_reserve_tokens, 0)
     if not 0.0 <= config.slot_similarity <= 1.0:
         raise InvalidField("slot_similarity", f"must be in [0, 1], got {config.slot_similarity}")
     if config.kv_dtype not in ELEMENT_BYTES:

@@ -1,8 +1,8 @@
 """How one budget of bytes is split over the pools: pure integers, no arrays, no model.
 
 The same arithmetic serves a start, a plan that is only asked for, and a rebuild. Sizes are usable
-units; every pool allocates one unit more, its write sink, which is priced too. Nothing wraps: a
-budget below the fixed part is negative, and every target exceeds it.
+units; pools that steps write into allocate one unit more, their write sink, which is priced too.
+Nothing wraps: a budget below the fixed part is negative, and every target exceeds it.
 
 Example:
     >>> kv = PoolShape(PoolKind.KV, unit_bytes=100, floor=2)
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.memory.errors import BelowFloor, NoSuchPool, TooLarge
-from engine.memory.planner import MIN_KV_PAGES, MemoryPlan
+from engine.memory.planner import MemoryPlan
 from engine.types import PoolInfo, PoolKind
 
 # Pools whose target sizes come off the budget; the others share what is left of it.
@@ -62,9 +62,14 @@ class PoolShape:
     floor: int
     most: int | None = None
 
+    @property
+    def sink_units(self) -> int:
+        """Units that are allocated beside the usable ones: nothing writes into experts."""
+        return 0 if self.kind is PoolKind.MOE_CACHE else SINK_UNITS
+
     def bytes_of(self, size: int) -> int:
         """Returns the bytes of the whole pool, its sink included."""
-        return (size + SINK_UNITS) * self.unit_bytes
+        return (size + self.sink_units) * self.unit_bytes
 
 
 @dataclass(frozen=True)
@@ -127,9 +132,44 @@ class MemoryLimits:
     limit_bytes: int = 1 << 40
 
 
+def sizes_of(plan: MemoryPlan, num_experts: int | None) -> PoolSizes:
+    """Returns the sizes of a plan, with experts if there are any."""
+    return PoolSizes(
+        kv=plan.kv_pages if plan.page_bytes else None,
+        swa=plan.window.pages if plan.window else None,
+        mamba=plan.states.states if plan.states else None,
+        moe_cache=num_experts,
+    )
+
+
+def floors_of(plan: MemoryPlan) -> PoolSizes:
+    """Returns the smallest sizes of the pools of a plan, experts aside."""
+    return PoolSizes(
+        kv=plan.kv_floor if plan.page_bytes else None,
+        swa=plan.window.floor if plan.window else None,
+        mamba=plan.states.floor if plan.states else None,
+    )
+
+
+def with_sizes(plan: MemoryPlan, sizes: PoolSizes) -> MemoryPlan:
+    """Returns a plan with other sizes; those that are None stay."""
+    if sizes.kv is not None:
+        plan = replace(plan, kv_pages=sizes.kv)
+    if plan.window and sizes.swa is not None:
+        plan = replace(plan, window=replace(plan.window, pages=sizes.swa))
+    if plan.states and sizes.mamba is not None:
+        plan = replace(plan, states=replace(plan.states, states=sizes.mamba))
+    return plan
+
+
 def shape_of(plan: MemoryPlan, limits: MemoryLimits, experts: PoolInfo | None) -> SplitShape:
-    """Returns the pools of a model; `experts` is its moe_cache pool, if it has one."""
-    pools = [PoolShape(PoolKind.KV, plan.page_bytes, floor=MIN_KV_PAGES)]
+    """Returns the pools of a model; `experts` is its moe_cache pool, if it has one.
+
+    Pages without bytes are no pool.
+    """
+    pools: list[PoolShape] = []
+    if plan.page_bytes:
+        pools.append(PoolShape(PoolKind.KV, plan.page_bytes, floor=plan.kv_floor))
     if plan.window:
         pools.append(PoolShape(PoolKind.SWA, plan.window.page_bytes, floor=plan.window.floor))
     if plan.states:
@@ -138,16 +178,6 @@ def shape_of(plan: MemoryPlan, limits: MemoryLimits, experts: PoolInfo | None) -
         most = experts.ceiling
         pools.append(PoolShape(PoolKind.MOE_CACHE, experts.unit_bytes, experts.floor, most))
     return SplitShape(limits.architecture, tuple(pools), limits.fixed_bytes, limits.limit_bytes)
-
-
-def sizes_of(plan: MemoryPlan, experts: PoolInfo | None) -> PoolSizes:
-    """Returns the sizes of a plan; `experts` is its model's moe_cache pool, if it has one."""
-    return PoolSizes(
-        kv=plan.kv_pages,
-        swa=plan.window.pages if plan.window else None,
-        mamba=plan.states.states if plan.states else None,
-        moe_cache=experts.size if experts else None,
-    )
 
 
 def check_target(shape: SplitShape, current: PoolSizes, target: PoolSizes) -> Split:
@@ -247,7 +277,7 @@ def _with_experts(shape: SplitShape, sizes: PoolSizes, knobs: Knobs) -> PoolSize
     if pages is not None:
         least = max(pages.floor, knobs.kv_reserve)
         kept = pages.bytes_of(least if knobs.given.kv is None else knobs.given.kv)
-    room = (shape.budget_bytes(sizes) - kept) // experts.unit_bytes - SINK_UNITS
+    room = (shape.budget_bytes(sizes) - kept) // experts.unit_bytes - experts.sink_units
     most = room if experts.most is None else min(room, experts.most)
     # Below the floor nothing fits: the floor is asked for, so that the refusal has its numbers.
     return replace(sizes, moe_cache=max(most, experts.floor))
@@ -258,12 +288,5 @@ def _with_pages(shape: SplitShape, sizes: PoolSizes, knobs: Knobs) -> PoolSizes:
     if pages is None or knobs.given.kv is not None:
         return sizes
     others = shape.needed_bytes(replace(sizes, kv=None))
-    room = (shape.budget_bytes(sizes) - others) // pages.unit_bytes - SINK_UNITS
+    room = (shape.budget_bytes(sizes) - others) // pages.unit_bytes - pages.sink_units
     return replace(sizes, kv=max(room, pages.floor))
-
-
-def longest_request_tokens(*, slot_tokens: int, kv_pages: int | None, page_tokens: int) -> int:
-    """Returns the longest admissible request; None pages: the model keeps no full attention."""
-    if kv_pages is None:
-        return slot_tokens
-    return min(slot_tokens, kv_pages * page_tokens)

@@ -93,7 +93,7 @@ class ExpertPool:
         """
         self.shape = shape
         self.records = records
-        self.store = ExpertStore(shape, records.read, overlaps=overlaps)
+        self.store = ExpertStore(shape, records.read_part, overlaps=overlaps)
         self.view: ExpertView | None = None
         self._is_native = is_native
         self._native: NativeExpertCache | None = None
@@ -360,7 +360,8 @@ def _shape(spec: ModelSpec, records: ExpertRecords) -> ExpertShape:
     routers = [_experts_of(spec, i).router for i in expert_layers(spec)]
     most_used = max(router.num_used for router in routers)
     slot_bytes = records.num_blocks * BLOCK_BYTES
-    return ExpertShape(len(routers), routers[0].num_experts, most_used, slot_bytes)
+    num_experts = routers[0].num_experts
+    return ExpertShape(len(routers), num_experts, most_used, slot_bytes, records.num_parts)
 
 
 def _experts_of(spec: ModelSpec, layer: int) -> MoeFfnSpec:

@@ -291,6 +291,24 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--memory-budget",),
+        integer(1, 1 << 30),
+        "memory_budget_mib",
+        "MiB that weights, adapters, workspace and pools may take together: experts come first, "
+        "after --kv-reserve-tokens, and KV pages take the rest (default: pools as -c and -np say)",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
+        ("--kv-reserve-tokens",),
+        integer(1),
+        "kv_reserve_tokens",
+        "tokens of KV pages that experts leave under --memory-budget, and that no rebuild goes "
+        "below (default: the context of one slot, and two pages)",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("--prefill-overlap",),
         SWITCH,
         "prefill_overlap",

@@ -20,6 +20,7 @@ from tests.bench import (
     busy_box,
     engine_speed,
     first_token,
+    pool_speed,
     roofline,
     served_speed,
     slot_speed,
@@ -49,6 +50,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "first_token": first_token.measure,
     "start": start_up.measure,
     "slots": slot_speed.measure,
+    "pools": pool_speed.measure,
     "roofline": roofline.measure,
 }
 

@@ -1,6 +1,7 @@
-"""`python -m tests.bench.own_engine MODEL THREADS KERNELS CACHE`: our runner's steps, alone.
+"""`python -m tests.bench.own_engine MODEL THREADS KERNELS CACHE [EXPERTS]`: our runner's steps.
 
-What `llama-bench` does: tokens that mean nothing, no sampling, no text.
+What `llama-bench` does: tokens that mean nothing, no sampling, no text. EXPERTS is how many of the
+model's are in memory, all unless it is given.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class OwnEngine:
                 return self.decode(rows, steps)
             case {"do": "weight_bytes"}:
                 return self._loaded.weights.arena.nbytes
+            case {"do": "experts"}:
+                return self.expert_slots()
             case {"do": "attention_rate"}:
                 return self.attention_rate()
             case {"do": "read_rate", "bytes": num_bytes}:
@@ -67,6 +70,14 @@ class OwnEngine:
         ]
         self._timed(batches[:1])
         return rows * steps / self._timed(batches[1:])
+
+    def expert_slots(self) -> dict[str, float]:
+        """The bounds of the pool, and the share of experts that were in memory so far."""
+        view = self._loaded.weights.experts
+        assert view is not None, "a model without experts"
+        shape, figures = view.pool.shape, view.pool.store.figures
+        share = figures.hits / figures.lookups if figures.lookups else 1.0
+        return {"floor": shape.floor, "ceiling": shape.ceiling, "hit_rate": share}
 
     def attention_rate(self) -> float:
         """Bytes of keys and values per second: what 8 rows take more when they hold more."""
@@ -96,10 +107,13 @@ class OwnEngine:
         per_row = CONTEXT_TOKENS // MAX_ROWS // self._page_tokens
         count = -(-(start + len(tokens)) // self._page_tokens)
         pages = tuple(range(1 + row * per_row, 1 + row * per_row + count))
-        return SequenceWork(tokens, start, pages, wants_logits=True, window_pages=pages)
+        state_id = 1 + row if self._runner.state_layout else 0
+        return SequenceWork(
+            tokens, start, pages, wants_logits=True, window_pages=pages, state_id=state_id
+        )
 
 
-def main(model: str, threads: str, kernel_kind: str, cache: str) -> None:
+def main(model: str, threads: str, kernel_kind: str, cache: str, experts: str = "") -> None:
     """Answers until stdin ends."""
     config = EngineConfig(
         context_tokens=CONTEXT_TOKENS,
@@ -108,6 +122,7 @@ def main(model: str, threads: str, kernel_kind: str, cache: str) -> None:
         threads=int(threads),
         kernels=kernel_kind,
         compile_cache=cache,
+        moe_cache_slots=int(experts) if experts else None,
     )
     answer_all(OwnEngine(load_engine(model, config, _ignore), int(threads)).answer)
 

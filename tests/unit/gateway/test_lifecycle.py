@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import grpc
 import httpx
 import pytest
-from kvarts.v1 import generation_pb2
+from kvarts.v1 import generation_pb2, rebuild_pb2
 
 from gateway import connection, peer_json, sse
 from gateway.peer_json import Json
@@ -254,6 +254,27 @@ async def test_not_ready_until_the_service_is_and_again_when_it_is_gone(
         await until_ready(client)
         await service.stop()
         await until_ready(client, status=503)
+
+
+@pytest.mark.parametrize(
+    "state", [rebuild_pb2.REBUILD_STATE_DRAINING, rebuild_pb2.REBUILD_STATE_REBUILDING]
+)
+async def test_while_pools_are_split_anew_only_health_says_so(
+    serve: Serve, service: FakeService, state: rebuild_pb2.RebuildState.ValueType
+):
+    async with serve() as client:
+        service.pools.state = state
+        await service.set_serving(False)
+        await until_ready(client, status=503)
+        told = (await client.get("/health")).json()["error"]
+        assert (told["message"], told["code"]) == ("Rebuilding memory pools", 503)
+        # All else goes through to the service, which lets generations wait.
+        assert (await client.get("/pools")).json()["state"] in ("draining", "rebuilding")
+        assert (await client.get("/props")).status_code == 200
+        answer = await client.post("/completion", json={"prompt": "a", "n_predict": 1})
+        assert answer.status_code == 200
+        await service.set_serving(True)
+        await until_ready(client)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from engine.errors import InvalidField
 from engine.memory.expert_store import ExpertShape, ExpertStore
 
-SHAPE = ExpertShape(num_layers=3, num_experts=6, top_k=2, slot_bytes=64)
+SHAPE = ExpertShape(num_layers=3, num_experts=6, top_k=2, slot_bytes=64, num_parts=2)
 
 
-def write_name(layer: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
-    """A record is its own name."""
-    target[:] = 16 * layer + expert + 1
+def write_name(layer: int, expert: int, part: int, target: npt.NDArray[np.uint8]) -> None:
+    """A record is its own name, in two halves."""
+    target[32 * part : 32 * part + 32] = 16 * layer + expert + 1
 
 
 def make(num_slots: int, *, overlaps: bool = False) -> ExpertStore:
@@ -140,14 +140,15 @@ def test_what_a_layer_computes_with_is_not_taken_for_the_next_one() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("bad_part", [0, 1])
 @pytest.mark.parametrize("experts", [[3], [3, 4]])
-def test_a_failed_read_is_raised_and_loses_no_slot(experts: list[int]) -> None:
+def test_a_failed_read_is_raised_and_loses_no_slot(experts: list[int], bad_part: int) -> None:
     fails = True
 
-    def read(layer: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
-        if fails and expert == 3:
+    def read(layer: int, expert: int, part: int, target: npt.NDArray[np.uint8]) -> None:
+        if fails and expert == 3 and part == bad_part:
             raise OSError("the disk is gone")
-        write_name(layer, expert, target)
+        write_name(layer, expert, part, target)
 
     store = ExpertStore(SHAPE, read)
     store.take(np.zeros((6, SHAPE.slot_bytes), np.uint8))
@@ -187,7 +188,8 @@ def test_other_slots_hold_what_they_are_said_to_and_uses_are_not_forgotten() -> 
     uses = store.uses.copy()
     slots = np.zeros((6, SHAPE.slot_bytes), np.uint8)
     for slot, (layer, expert) in enumerate(most):
-        write_name(layer, expert, slots[slot])
+        for part in range(2):
+            write_name(layer, expert, part, slots[slot])
     store.take(slots, most)
     assert set(held(store)) == set(most)
     np.testing.assert_array_equal(store.uses, uses)

@@ -177,6 +177,8 @@ def test_every_slot_could_fill_its_context_alone(
         ("queue_requests", 0, "queue_requests: must be at least 1, got 0"),
         ("queue_bytes", 0, "queue_bytes: must be at least 1, got 0"),
         ("kv_pages", 1, "kv_pages: must be at least 2, got 1"),
+        ("memory_budget", 0, "memory_budget: must be at least 1, got 0"),
+        ("kv_reserve_tokens", -1, "kv_reserve_tokens: must be at least 0, got -1"),
         ("kv_dtype", "q8_0", "kv_dtype: must be one of f16, f32, got 'q8_0'"),
         ("slot_similarity", 1.5, r"slot_similarity: must be in \[0, 1\], got 1.5"),
         ("slot_similarity", float("nan"), "got nan"),
@@ -213,6 +215,34 @@ def test_states_of_a_model_without_recurrent_layers_are_refused() -> None:
         plan_memory(EngineConfig(256, mamba_slots=4), KvShape(1, 1, 8, 8), 4096)
 
 
-def test_pages_of_a_model_without_attention_count_tokens_and_have_no_bytes() -> None:
-    plan = plan_memory(EngineConfig(512, num_slots=2), KvShape(0, 0, 0, 0, state_bytes=8), 4096)
-    assert (plan.kv_pages, plan.page_bytes, plan.kv_bytes) == (18, 0, 0)
+STATES_ONLY = KvShape(0, 0, 0, 0, state_bytes=8)
+
+
+def test_pages_without_bytes_limit_no_context() -> None:
+    plan = plan_memory(EngineConfig(512, num_slots=2), STATES_ONLY, 4096)
+    # Each slot may fill its 512 tokens, and one page more.
+    assert (plan.kv_pages, plan.page_bytes, plan.kv_bytes) == (2 * (16 + 1), 0, 0)
+
+
+@pytest.mark.parametrize("field", ["kv_pages", "kv_reserve_tokens"])
+def test_pages_without_bytes_cannot_be_asked_for(field: str) -> None:
+    config = dataclasses.replace(EngineConfig(512), **{field: 64})
+    with pytest.raises(InvalidField, match=f"{field}: the model keeps no keys and values"):
+        plan_memory(config, STATES_ONLY, 4096)
+
+
+def test_a_reserve_of_tokens_is_a_floor_of_pages() -> None:
+    config = EngineConfig(256, num_slots=1, kv_reserve_tokens=100)
+    assert (
+        plan_memory(config, SHAPE, 4096).kv_floor,
+        plan_memory(config, SHAPE, 4096).kv_pages,
+    ) == (
+        4,
+        9,
+    )
+    more = dataclasses.replace(config, kv_reserve_tokens=1000)
+    assert plan_memory(more, SHAPE, 4096).kv_pages == 32
+    assert plan_memory(EngineConfig(256), SHAPE, 4096).kv_floor == 2
+    given = dataclasses.replace(more, kv_pages=31)
+    with pytest.raises(InvalidField, match="kv_pages: must be at least 32, got 31"):
+        plan_memory(given, SHAPE, 4096)

@@ -18,6 +18,9 @@ from engine.errors import (
     SlotBusy,
     SlotContentNotFound,
 )
+from engine.memory.errors import PoolsBusy
+from engine.memory.split import PoolSizes
+from engine.rebuild import RebuildState, RebuildWish
 from engine.scheduling.wishes import RestoredSlot
 from engine.slots.errors import (
     SlotContextTooSmall,
@@ -427,3 +430,31 @@ def test_a_stop_without_time_gives_transfers_up(tmp_path: Path):
     it.engine.stop()
     with pytest.raises(ShuttingDown):
         wish.done.result(0)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_rebuild_waits_for_a_transfer_and_the_slot_goes_on_as_ever(
+    tmp_path: Path, restores: bool
+):
+    it = Transfers(tmp_path)
+    prompt = some_prompt(50)
+    answer = it.run(ask_in("a", prompt))
+    it.save(0)
+    wish: Any = (restore_wish if restores else save_wish)(it.store, 0, NAME)
+    it.engine.transfer_slot(wish)
+    it.drive.steps()
+    assert it.engine.snapshot().slots[0].state is SlotState.TRANSFER
+    busy = it.engine.rebuild(RebuildWish(PoolSizes(kv=40), "at-once"))
+    rebuilding = it.engine.rebuild(RebuildWish(PoolSizes(kv=40), "waits", drain_s=60.0))
+    it.drive.steps()
+    refused = busy.exception(0)
+    assert isinstance(refused, PoolsBusy)
+    assert refused.metadata() == {"cause": "transfers", "activeRequests": "0"}
+    it.drive.on_the_side()
+    it.wait(wish.done)
+    it.settle()
+    assert rebuilding.result(0).current.kv == 40
+    assert it.engine.rebuilds.state is RebuildState.SERVING
+    longer = (*prompt, *answer[:-1], B)
+    assert it.run(ask_in("b", longer)) == solo(longer, 5)
+    assert it.drive.started("b").cached_tokens == len(longer) - 1
