@@ -44,7 +44,7 @@ def run(argv: Sequence[str], stdin: TextIO, stdout: TextIO, stderr: TextIO) -> i
     arguments = _parser().parse_args(argv)
     try:
         key = _key(arguments)
-        metadata = [("authorization", f"Bearer {key}")] if key else []
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
         with _channel(arguments) as channel:
             stub = rebuild_pb2_grpc.RebuildServiceStub(channel)
             pools = stub.GetPools(
@@ -65,7 +65,7 @@ def run(argv: Sequence[str], stdin: TextIO, stdout: TextIO, stderr: TextIO) -> i
 def _change(
     stub: rebuild_pb2_grpc.RebuildServiceStub,
     request: rebuild_pb2.RebuildRequest,
-    metadata: list[tuple[str, str]],
+    metadata: tuple[tuple[str, str], ...],
     arguments: argparse.Namespace,
     stdin: TextIO,
     stdout: TextIO,

@@ -63,10 +63,12 @@ def bar(pool: rebuild_pb2.Pool) -> str:
 def plan_text(reply: rebuild_pb2.RebuildResponse) -> str:
     """What a change would do, or did."""
     rows = [("pool", "now", "then")]
+    before = {field.name: size for field, size in reply.previous.ListFields()}
+    after = {field.name: size for field, size in reply.current.ListFields()}
     for name, field in _SIZES.items():
-        if reply.current.HasField(field):
-            before, after = getattr(reply.previous, field), getattr(reply.current, field)
-            rows.append((name, str(before), str(after) if after != before else "same"))
+        if field in after:
+            now, then = before.get(field, 0), after[field]
+            rows.append((name, str(now), str(then) if then != now else "same"))
     plan, kept, dropped = reply.plan, reply.kept, reply.dropped
     lines = [
         *aligned(rows),

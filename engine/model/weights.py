@@ -124,7 +124,7 @@ def _load(
         shape = experts.shape
         num_slots = shape.ceiling if expert_slots is None else shape.checked(expert_slots)
     small = array_names(spec)
-    stacks = _expert_names(spec) if experts is not None else frozenset()
+    stacks = _expert_names(spec) if experts is not None else frozenset[str]()
     # A head that scores texts is read by itself, experts by their pool.
     others = small | scoring_arrays(spec).keys() | stacks
     matrices = [name for name in expected_shapes(spec) if name not in others]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
@@ -47,7 +48,7 @@ def fill(data: Bytes, matrix: Matrix, ggml_type: Type, raw: Bytes, file_name: st
 
 
 @functools.cache
-def _encoder() -> ctypes._CFuncPtr:  # pyright: ignore[reportPrivateUsage] -- has no public name
+def _encoder() -> Callable[..., int]:
     function = ctypes.CDLL(str(native.LIBRARY)).kvarts_encode
     function.restype = ctypes.c_int64
     function.argtypes = [

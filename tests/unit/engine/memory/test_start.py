@@ -89,7 +89,7 @@ def test_it_is_the_best_that_fits_and_refuses_only_what_cannot(data: st.DataObje
     def merit(sizes: tuple[int | None, int | None]) -> tuple[int, int, int]:
         kv, count = sizes
         if count == EXPERTS.floor and given_experts is None:
-            return (1, count, kv or 0)  # nothing is left to give to the reserve
+            return (1, count or 0, kv or 0)  # nothing is left to give to the reserve
         keeps = kv is None or given_kv is not None or kv >= wanted
         return (int(keeps), count or 0, kv or 0)
 
