@@ -37,19 +37,24 @@ class Stream:
 def answer(question: Mapping[str, Any]) -> Any:
     """Runs `prompts` over the door that `do` names; returns a `Stream` each.
 
-    The prompt at index i leaves once stream `after[i]` has shown its first progress (-1: at once).
+    Over gRPC `grammar` restricts all of them. The prompt at index i leaves once stream `after[i]` has shown its first progress (-1: at once).
     """
     prompts, tokens = question["prompts"], question["tokens"]
     after = question.get("after") or [-1] * len(prompts)
     if question["do"] == "grpc":
-        work = over_grpc(question["address"], prompts, tokens, after)
+        grammar = question.get("grammar", "")
+        work = over_grpc(question["address"], prompts, tokens, after, grammar)
     else:
         work = over_http(question["port"], prompts, tokens)
     return [stream.to_json() for stream in asyncio.run(work)]
 
 
 async def over_grpc(
-    address: str, prompts: Sequence[Sequence[int]], tokens: Sequence[int], after: Sequence[int]
+    address: str,
+    prompts: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    after: Sequence[int],
+    grammar: str = "",
 ) -> list[Stream]:
     """One call per prompt."""
     streams = [Stream() for _ in prompts]
@@ -71,6 +76,8 @@ async def over_grpc(
                 cache_prompt=False,
                 return_progress=is_watched,
             )
+            if grammar:
+                request.grammar = grammar
             stream, heard = streams[i], list[tuple[float, bytes]]()
             stream.sent_s = time.perf_counter()
             call = generate(request.SerializeToString())

@@ -21,6 +21,8 @@ from tests.bench.setting import OWN, PEER, Setting, Turn
 _STREAMS = (1, 8)
 _CONTEXT_TOKENS = 4096
 _SERVED_SHARE = 0.9
+_HTTP_SHARE = 0.9
+_HTTP_LATER_MS = 3.0
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
@@ -32,6 +34,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         for streams in _STREAMS:
             for door in ("gRPC", "HTTP"):
                 yield from _of_door(model, door, streams, ours, peer)
+            yield from _of_gateway(model, streams, ours)
             served, alone = ours[_rate("gRPC", streams)], medians["engine"][str(streams)]
             title = f"{model.name}: gRPC over engine alone, {_count(streams)}"
             yield Figure("served", title, "ratio", served / alone, None, _SERVED_SHARE, False)
@@ -47,6 +50,18 @@ def _of_door(
     title = f"{model.name}: {door}, {_count(streams)}"
     yield Figure("served", title, "tokens/s", ours[rate], other_rate, bar)
     yield Figure("served", f"{title}, first token", "ms", ours[wait], other_wait)
+
+
+def _of_gateway(model: Model, streams: int, ours: Mapping[str, float]) -> Iterator[Figure]:
+    """What the gateway costs beside gRPC; the bars are for many streams."""
+    is_many = streams > 1
+    share = ours[_rate("HTTP", streams)] / ours[_rate("gRPC", streams)]
+    title = f"{model.name}: HTTP over gRPC, {_count(streams)}"
+    yield Figure("served", title, "ratio", share, None, _HTTP_SHARE if is_many else None, False)
+    later = ours[_wait("HTTP", streams)] - ours[_wait("gRPC", streams)]
+    bar = _HTTP_LATER_MS if is_many else None
+    title = f"{model.name}: HTTP behind gRPC, {_count(streams)}, first token"
+    yield Figure("served", title, "ms", later, None, bar, False, True)
 
 
 def _medians(setting: Setting, model: Model) -> dict[str, dict[str, float]]:
