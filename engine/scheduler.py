@@ -424,10 +424,16 @@ class Scheduler:
 
     def _extend(self, row: Row) -> None:
         while row.request_id in self._rows and not self._has_room(row):
-            if len(self._rows) == 1:
-                self._finish(row, Ending(FinishReason.CONTEXT_FULL, truncated=True))
-            else:
+            shelved = next((each for each in reversed(self.rows) if each.shelf), None)
+            if shelved is not None and shelved.shelf is not None:
+                shelved.shelf.drop()
+                shelved.shelf = None
+            elif len(self._rows) > 1:
                 self._preempt(self.rows[-1])
+            elif self._transfers.num_running and self._room.is_enough_for(row):
+                self._preempt(row)  # the pages of a transfer are its own for a while only
+            else:
+                self._finish(row, Ending(FinishReason.CONTEXT_FULL, truncated=True))
 
     def _has_room(self, row: Row) -> bool:
         try:

@@ -206,6 +206,18 @@ def tokens_of(content: PageContent) -> IntArray:
     return np.where(is_empty, _UNWRITTEN, tokens)
 
 
+def history_of(content: StateContent) -> list[int]:
+    """The tokens that a state of the fake device has seen."""
+    high, low = content.conv[0].astype(int)
+    tokens: list[int] = ((high << _HALF_BITS) | low).tolist()
+    return [token for token in tokens if token != _UNWRITTEN]
+
+
+def letters_of(history: Sequence[int]) -> list[int]:
+    """The tokens of a history, whatever adapters they were read under and wherever they stood."""
+    return [token % _MOVED for token in history]
+
+
 def moved(token: int) -> int:
     """What a token is on the fake device once it was moved: another one, as its past is another."""
     return token | _MOVED
@@ -358,11 +370,8 @@ class FakeRunner:
         return FakeStateRead(halves[None].astype(np.float32))
 
     def write_state(self, state_id: int, content: StateContent) -> None:
-        high, low = content.conv[0].astype(int)
-        tokens = ((high << _HALF_BITS) | low).tolist()
-        history = tuple(token for token in tokens if token != _UNWRITTEN)
         self._fail_state(self._checked_state(state_id))
-        self._states[state_id] = history
+        self._states[state_id] = tuple(history_of(content))
 
     def copy_state(self, source: int, target: int) -> None:
         assert self._states[self._checked_state(source)] is not None, "nothing is there to copy"

@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from engine.scheduling.wishes import Restore, Save
 from engine.slots.fingerprint import Traits, WeightsDigest
 from engine.slots.identity import Identity, ModelSource
 from engine.slots.state_layout import StateLayout
-from engine.slots.store import SlotStore
+from engine.slots.store import SlotStore, no_adapters
 from engine.step import DeviceStore
-from engine.types import PoolKind
+from engine.types import AdapterInfo, PoolKind
 from tests.fakes import FakeTokenizer
 
 
@@ -47,7 +48,13 @@ def fake_identity(
     return identity
 
 
-def fake_store(root: Path, runner: DeviceStore, plan: MemoryPlan, **identity: Any) -> SlotStore:
+def fake_store(
+    root: Path,
+    runner: DeviceStore,
+    plan: MemoryPlan,
+    adapters: Callable[[], Sequence[AdapterInfo]] = no_adapters,
+    **identity: Any,
+) -> SlotStore:
     """A store for an engine on this runner."""
     window = plan.window.window if plan.window else None
     return SlotStore(
@@ -55,6 +62,7 @@ def fake_store(root: Path, runner: DeviceStore, plan: MemoryPlan, **identity: An
         fake_identity(runner, window=window, **identity),
         vocab_size=FakeTokenizer().vocab_size,
         context_tokens=plan.slot_context_tokens,
+        adapters=adapters,
     )
 
 

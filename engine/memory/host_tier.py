@@ -6,6 +6,7 @@ Which pages are kept is the prefix index's decision; this counts bytes, its book
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,10 +16,34 @@ from engine.types import PoolKind
 
 # What the interpreter keeps for one page in the index besides its content and its key, measured.
 NODE_BYTES = 1100
+# The part of the limit that the books may take.
+_BOOKS_PART = 20
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """Bytes of host memory: of what pages hold, and of the books that are kept of them."""
+
+    content: int = 0
+    books: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.content + self.books
+
+    def __add__(self, other: HostUse) -> HostUse:
+        return HostUse(self.content + other.content, self.books + other.books)
+
+    def __sub__(self, other: HostUse) -> HostUse:
+        return HostUse(self.content - other.content, self.books - other.books)
 
 
 class HostTier:
     """Counts the bytes of pages on the host and reads and writes them.
+
+    The limit is one of all bytes. The books may take a 20th of it, so where pages are smaller than
+    they are worth, fewer of them are kept than would fit.
 
     Example:
         >>> HostTier(None, limit_bytes=0).admits(b"")
@@ -29,36 +54,36 @@ class HostTier:
         """`limit_bytes` None is unlimited, 0 turns the tier off, as does a missing `store`."""
         self._store = store
         self._limit_bytes = 0 if store is None else limit_bytes
-        self.used_bytes = 0
+        self.used = HostUse()
 
     def admits(self, key: bytes) -> bool:
         """Returns whether a page with this key can be kept at all."""
         needed = self.cost_of(key)
-        return needed is not None and self.has_room_for(needed)
+        return needed is not None and self.allows(needed)
 
-    def cost_of(self, key: bytes) -> int | None:
-        """Returns the bytes of a page with this key; None while the tier is off."""
+    def cost_of(self, key: bytes) -> HostUse | None:
+        """Returns what a page with this key takes; None while the tier is off."""
         if self._store is None or self._limit_bytes == 0:
             return None
         layout = self._store.page_layout(PoolKind.KV)
-        return layout.token_bytes * (len(key) // 4) + NODE_BYTES + len(key)
+        return HostUse(layout.token_bytes * (len(key) // 4), NODE_BYTES + len(key))
 
-    def has_room_for(self, num_bytes: int) -> bool:
-        """Returns whether so many bytes in all are within the limit."""
-        return self._limit_bytes is None or num_bytes <= self._limit_bytes
+    def allows(self, use: HostUse) -> bool:
+        """Returns whether so much in all is within the limits."""
+        limit = self._limit_bytes
+        return limit is None or (use.total <= limit and use.books <= limit // _BOOKS_PART)
 
     def has_room(self, content: PageContent, key: bytes) -> bool:
-        """Returns whether a page more would stay within the limit."""
-        needed = self.used_bytes + _cost(content, key)
-        return self._limit_bytes is None or needed <= self._limit_bytes
+        """Returns whether a page more would stay within the limits."""
+        return self.allows(self.used + _cost(content, key))
 
     def take(self, content: PageContent, key: bytes) -> None:
         """Counts a page."""
-        self.used_bytes += _cost(content, key)
+        self.used += _cost(content, key)
 
     def give_back(self, content: PageContent, key: bytes) -> None:
         """Counts a page no longer."""
-        self.used_bytes -= _cost(content, key)
+        self.used -= _cost(content, key)
 
     def read(self, pages: Sequence[tuple[int, int]]) -> list[PageContent]:
         """Copies pages of the kv pool to the host, of each (page id, tokens) the first tokens.
@@ -95,22 +120,20 @@ class HostTier:
             store.write_pages(PoolKind.KV, page_ids[first : first + step], joined)
 
     def check_integrity(self, contents: Sequence[PageContent]) -> None:
-        """Proves that the bytes are within the limit and not fewer than those of `contents`.
+        """Proves that the bytes are within the limits and are those of `contents`.
 
         Raises:
             PoolCorruption: they are not.
         """
-        least = sum(content.keys.nbytes + content.values.nbytes for content in contents)
-        if self.used_bytes < least or (not contents and self.used_bytes):
-            raise PoolCorruption(
-                f"{self.used_bytes} bytes counted for pages of {least} on the host"
-            )
-        if self._limit_bytes is not None and self.used_bytes > self._limit_bytes:
-            raise PoolCorruption(f"{self.used_bytes} bytes on the host of {self._limit_bytes}")
+        held = sum(content.keys.nbytes + content.values.nbytes for content in contents)
+        if self.used.content != held or self.used.books < NODE_BYTES * len(contents):
+            raise PoolCorruption(f"{self.used} counted for {len(contents)} pages of {held} bytes")
+        if not self.allows(self.used):
+            raise PoolCorruption(f"{self.used} on the host, the limit is {self._limit_bytes}")
 
 
-def _cost(content: PageContent, key: bytes) -> int:
-    return content.keys.nbytes + content.values.nbytes + NODE_BYTES + len(key)
+def _cost(content: PageContent, key: bytes) -> HostUse:
+    return HostUse(content.keys.nbytes + content.values.nbytes, NODE_BYTES + len(key))
 
 
 def _copy(content: PageContent, span: slice) -> PageContent:

@@ -254,6 +254,8 @@ class PrefixIndex:
         listed = {node for root in self._roots.values() for node in _descendants(root)}
         if listed != {*self._on_device, *self._on_host}:
             raise PoolCorruption("the prefix index lists nodes that are not in its tree")
+        if len(set(self.held_pages())) < len(self._on_device):
+            raise PoolCorruption("a page is listed twice: who writes on in it breaks the other")
         ages = {node: age for age, node in enumerate(self._on_device)}
         for node in listed:
             if sorted(node.children) != node.order or node.is_on_host == bool(node.page_id):

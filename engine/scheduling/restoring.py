@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,14 +28,16 @@ from engine.slots.window import WindowHeld
 from engine.step import DeviceStore, PageContent, PoolLost, StateContent
 from engine.types import PoolKind
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class TransferParts:
     """What transfers are given.
 
     `calls` reaches the engine thread, `start` runs file work on another. `root_of` is what the
-    prefixes of a tenant begin with under a set of adapters. `on_pool_lost` is told when a write
-    took the pools with it.
+    prefixes of a tenant begin with under a set of adapters. `on_pool_lost` is told when the device
+    lost its pools.
     """
 
     store: DeviceStore
@@ -44,6 +47,18 @@ class TransferParts:
     as_engine_error: Callable[[Exception], EngineError]
     root_of: Callable[[str, tuple[AdapterMark, ...]], PrefixRoot]
     on_pool_lost: Callable[[], None]
+
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
+        """Has work done by the engine thread, which hears of it if the pools go with it."""
+        return self.calls.call(partial(self.watched, work))
+
+    def watched(self, work: Callable[[], Result]) -> Result:
+        """Does work, on the engine thread, and tells it if the pools went with it."""
+        try:
+            return work()
+        except PoolLost:
+            self.on_pool_lost()
+            raise
 
 
 class Target:
@@ -65,11 +80,11 @@ class Target:
 
     def reserve(self, slot: VerifiedSlot, *, may_evict: bool) -> Future[bool]:
         """Takes pages, on the engine thread; see `RestoreTarget`."""
-        return self._parts.calls.call(partial(self._reserve, slot, may_evict))
+        return self._parts.call(partial(self._reserve, slot, may_evict))
 
     def fill(self, piece: Piece, content: Content) -> Future[None]:
         """Takes a piece, on the engine thread; see `RestoreTarget`."""
-        return self._parts.calls.call(partial(self._fill, piece, content))
+        return self._parts.call(partial(self._fill, piece, content))
 
     def commit(self, restored: VerifiedSlot) -> None:
         """Gives the slot the restored state in place of its own, and lists it for the others.
@@ -159,12 +174,11 @@ class Target:
             start = index * store.transfer_pages * page_tokens
             part = slice(start, start + len(ids) * page_tokens)
             pages = PageContent(content.keys[:, part], content.values[:, part])
-            self._write(partial(store.write_pages, piece.kind, ids, pages))
+            store.write_pages(piece.kind, ids, pages)
 
     def _write_own_state(self, position: int) -> None:
         if self._table.states is not None:
-            own = self._states.pop(position)
-            self._write(partial(self._parts.store.write_state, self._slot.state_id, own))
+            self._parts.store.write_state(self._slot.state_id, self._states.pop(position))
 
     def _list_snapshots(self) -> None:
         """Keeps the states of earlier positions as snapshots, as far as the pool has any."""
@@ -174,19 +188,11 @@ class Target:
             if checkpoint is None:
                 continue
             try:
-                self._write(partial(self._parts.store.write_state, checkpoint.state_id, content))
+                self._parts.store.write_state(checkpoint.state_id, content)
             except BaseException:
-                if checkpoint in self._table.checkpoints:
-                    checkpoint.drop()
+                checkpoint.drop()
                 self._table.truncate(self._slot, 0)
                 raise
-
-    def _write(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except PoolLost:
-            self._parts.on_pool_lost()
-            raise
 
     def _check(self) -> Holding:
         """Returns the holding, which must still be whole.

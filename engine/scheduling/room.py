@@ -94,7 +94,12 @@ class Room:
         needed = self._fresh_pages(reuse, num_tokens)
         with self._pinned(reuse):
             self._table.truncate(slot, reuse.num_tokens if reuse.is_own else 0)
-            self._make_free(needed, besides=slot)
+            try:
+                self._make_free(needed, besides=slot)
+            except BaseException:
+                # Cut, and its last page not copied: it must not be written on in.
+                self._table.truncate(slot, 0)
+                raise
             self._prefixes.put(slot, root, reuse, prompt)
         self._table.grow(slot, num_tokens)
 
@@ -162,6 +167,10 @@ class Room:
         """Returns why a sequence can never start, if the whole pool is smaller."""
         needed = pages_for(num_tokens, self._table.page_tokens)
         return KvPagesExhausted(needed, self._pages.size) if needed > self._pages.size else None
+
+    def is_enough_for(self, row: Row) -> bool:
+        """Returns whether the whole pool could hold the row with its pending tokens."""
+        return self.refusal(self._wanted(row)) is None
 
     def is_short(self, row: Row) -> bool:
         """Returns whether the row's pending tokens need a page that its slot does not have."""

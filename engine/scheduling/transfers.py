@@ -35,7 +35,6 @@ from engine.slots.manifest import AdapterMark, Manifest
 from engine.slots.reader import VerifiedSlot
 from engine.slots.state_layout import Mark, Piece
 from engine.slots.table import Slot, SlotTable
-from engine.step import PoolLost
 from engine.types import SlotState
 
 
@@ -111,17 +110,11 @@ class Transfers:
         kept = KeptMarks.of(slot, self._table)
         manifest = _manifest(slot, save_.order, kept.marks)
         reading = Reading(self._parts.store, self._table, slot, kept, len(slot.tokens))
-
-        def read(piece: Piece) -> Gathered:
-            try:
-                return reading.gather(piece)
-            except PoolLost:
-                self._parts.on_pool_lost()
-                raise
-
+        parts = self._parts
         # Older windows and states may be given up for running rows at any time: copied now.
         try:
-            early = {p: read(p) for p in manifest.pieces if reading.is_borrowed(p)}
+            borrowed = [piece for piece in manifest.pieces if reading.is_borrowed(piece)]
+            early = {p: parts.watched(partial(reading.gather, p)) for p in borrowed}
         except Exception as error:
             self._end_save(slot, save_, error, then)
             return
@@ -134,7 +127,7 @@ class Transfers:
                 ready: Future[Gathered] = Future()
                 ready.set_result(early.pop(piece))
                 return ready
-            return calls.call(partial(read, piece))
+            return parts.call(partial(reading.gather, piece))
 
         def work() -> None:
             began_s = self._parts.clock()
@@ -200,7 +193,7 @@ class Transfers:
             return
         self._running.discard(wish)
         try:
-            target.commit(restored)
+            self._parts.watched(partial(target.commit, restored))
         except Exception as error:
             target.give_back()
             wish.done.set_exception(self._parts.as_engine_error(error))

@@ -53,7 +53,7 @@ class _Rehearsal:
             self._windows.update(checkpoint.window_pages)
         for slot in table.slots:
             self._windows.update(_window_of(slot))
-        self._host_bytes = table.index.host_tier.used_bytes
+        self._host_use = table.index.host_tier.used
 
     @property
     def units(self) -> DeviceSizes:
@@ -116,9 +116,9 @@ class _Rehearsal:
     def _moves_to_host(self, node: PageNode) -> bool:
         tier = self._table.index.host_tier
         cost = tier.cost_of(node.key)
-        if cost is None or not tier.has_room_for(self._host_bytes + cost):
+        if cost is None or not tier.allows(self._host_use + cost):
             return False
-        self._host_bytes += cost
+        self._host_use += cost
         return True
 
     def _empty_one(self) -> bool:

@@ -165,7 +165,7 @@ class Prefixes:
             return Reuse(0)
         whole, rest = divmod(num_tokens, self._table.page_tokens)
         shared, copied = list(slot.pages[:whole]), 0
-        if rest and self._is_cut_in_shared_page(slot, num_tokens):
+        if rest and self._is_read_behind(slot, num_tokens):
             copied = slot.pages[whole]
         elif rest:
             shared.append(slot.pages[whole])
@@ -180,17 +180,22 @@ class Prefixes:
             copied=copied,
         )
 
-    def _is_cut_in_shared_page(self, slot: Slot, num_tokens: int) -> bool:
-        """Behind the end of its tokens a slot may write on; within them others may read."""
+    def _is_read_behind(self, slot: Slot, num_tokens: int) -> bool:
+        """Behind the end of its tokens a slot may write on; within them others may read.
+
+        What is on a shelf may come back and be written on from there: then all of it is within.
+        """
         page_id = slot.pages[num_tokens // self._table.page_tokens]
-        return num_tokens < len(slot.tokens) and self._pages.num_holders(page_id) > 1
+        is_cut = num_tokens < len(slot.tokens) and self._pages.num_holders(page_id) > 1
+        return is_cut or self._table.is_held_outside(page_id)
 
     def _cut_own(self, slot: Slot, reuse: Reuse) -> None:
         self._table.truncate(slot, reuse.num_tokens)
         if reuse.copied:
             self._copy_last(PoolKind.KV, self._pages, slot.pages)
-        windows = self._table.windows
-        if windows and reuse.is_cut and reuse.num_tokens % self._table.page_tokens:
+            del slot.nodes[reuse.num_tokens // self._table.page_tokens :]
+        windows, rest = self._table.windows, reuse.num_tokens % self._table.page_tokens
+        if windows and rest and (reuse.is_cut or reuse.copied):
             self._copy_last_window(slot)
         self._adopt_state(slot, reuse)
 
@@ -293,6 +298,9 @@ class Prefixes:
         if slot.window.page_ids[-1] == SINK_PAGE:
             return
         windows.reclaim(1)
+        holders = windows.pages.num_holders(slot.window.page_ids[-1])
+        if not windows.num_free and holders <= 2:
+            return  # its checkpoint made room: besides the slot only the caller holds it, for now
         self._copy_last(PoolKind.SWA, windows.pages, slot.window.page_ids)
 
     def _copy_last(self, kind: PoolKind, pages: PageAllocator, held: list[int]) -> None:

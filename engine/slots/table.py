@@ -80,7 +80,7 @@ class Holding:
 class _PageUse:
     """Which pages busy slots and holdings hold, which only idle slots do, and when that was so."""
 
-    at: tuple[int, tuple[bool, ...]]
+    at: tuple[int, int, tuple[bool, ...]]
     busy: frozenset[int]
     idle: frozenset[int]
 
@@ -122,6 +122,7 @@ class SlotTable:
             for slot_id in range(num_slots)
         )
         self.holdings: list[Holding] = []
+        self._num_handed = 0  # how often pages went to or from a holding
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -340,7 +341,8 @@ class SlotTable:
 
     def page_use(self) -> tuple[frozenset[int], frozenset[int]]:
         """Returns the kv pages that busy slots hold, and those that only idle ones do."""
-        at = (self._pages.num_changes, tuple(slot.is_idle for slot in self._slots))
+        idle_slots = tuple(slot.is_idle for slot in self._slots)
+        at = (self._pages.num_changes, self._num_handed, idle_slots)
         use = self._use
         if use is None or use.at != at:
             held = (s.pages for s in self._slots if not s.is_idle)
@@ -360,11 +362,13 @@ class SlotTable:
         if shared:
             self._pages.share(page_ids)
         held = Holding(list(page_ids))
+        self._num_handed += 1
         self.holdings.append(held)
         return held
 
     def take(self, held: Holding) -> list[int]:
         """Ends a holding without giving its pages back: the caller holds them now."""
+        self._num_handed += 1
         self.holdings.remove(held)
         return held.pages
 
@@ -419,6 +423,10 @@ class SlotTable:
                     f"slot {slot.slot_id} holds {len(slot.tokens)} tokens in a context of "
                     f"{self.context_tokens}"
                 )
+
+    def is_held_outside(self, page_id: int) -> bool:
+        """Whether a page is held for a slot that does not have it now."""
+        return any(page_id in held.pages for held in self.holdings)
 
     def _outside(self) -> list[list[int]]:
         return [held.pages for held in self.holdings]

@@ -46,7 +46,9 @@ from tests.fakes import (
     fitting_runner,
 )
 from tests.unit.engine.adapter_life import AdapterLife
+from tests.unit.engine.lockstep import lockstep
 from tests.unit.engine.pool_life import PoolLife
+from tests.unit.engine.slot_life import SlotLife, is_in_transfer
 from tests.unit.engine.solo_model import STOP, TOKENIZER, SoloModel, SoloRun
 
 LIVENESS_STEPS = 1000
@@ -98,10 +100,11 @@ class Simulation:
         self.lives: dict[str, Life] = {}
         self.seen: Counter[str] = Counter()
         self._erasures: list[Future[ErasedSlot]] = []
-        self._slot_tenants: dict[int, str] = {}
+        self.slots = SlotLife(seed + 4)
+        self._slot_tenants = self.slots.tenants
+        self._marked_slots = self.slots.marked
         self.adapters = AdapterLife(seed + 2, _LETTERS)
         self.pools = PoolLife(seed + 3)
-        self._marked_slots: set[int] = set()
         self._homes: dict[str, int] = {}
         self._is_faulty = True
         self._num_faults = 0
@@ -125,16 +128,19 @@ class Simulation:
             num_adapters=self.adapters.num_places,
             is_recurrent=self.is_recurrent,
             start_compiling=self.pools.start,
+            start_file_work=self.slots.start,
         )
+        self.slots.attach(self.engine, self.runner, self.plan)
         self.context_tokens = self.plan.slot_context_tokens
         self.solo = SoloModel(self.context_tokens, self.window, shifts=self.config.context_shift)
 
     def run(self, num_commands: int) -> None:
         """Lives through the commands, then comes to rest without faults."""
-        for _ in range(num_commands):
-            self._command()
-            self._step()
-        self._come_to_rest()
+        with lockstep():
+            for _ in range(num_commands):
+                self._command()
+                self._step()
+            self._come_to_rest()
 
     def _draw_config(self) -> tuple[EngineConfig, int]:
         rng = self.rng
@@ -149,7 +155,7 @@ class Simulation:
             chunk_tokens=rng.choice([1, 5, 16, 64]),
             kv_pages=rng.randint(max(2, slot_pages // 2), slot_pages * max(2, num_slots // 2)),
             slot_similarity=rng.choice([0.0, 0.1, 0.5]),
-            host_cache_bytes=rng.choice([0, 0, 20_000, None]),
+            host_cache_bytes=rng.choice([0, 0, 200_000, None]),
             queue_requests=rng.randint(1, 12),
             queue_bytes=rng.choice([1 << 20, 1500]),
             swa_evict_interval=rng.choice([1, 4, 20, 128]),
@@ -176,6 +182,10 @@ class Simulation:
             self.adapters.command(self.engine)
         elif draw < 0.80:
             self.pools.command(self.engine, self.clock, is_faulty=self._is_faulty)
+        elif draw < 0.92:
+            warming = self.slots.command(self._draw_request)
+            if warming is not None:
+                self._submit(warming)
 
     def _draw_request(self) -> Request:
         rng = self.rng
@@ -228,9 +238,10 @@ class Simulation:
 
     def _submit(self, request: Request) -> None:
         try:
-            self.engine.submit(request)
+            self.engine.submit(request, save=self.slots.take_save(request))
         except EngineError as error:
             self.seen[f"refused:{error.reason}"] += 1
+            self.slots.forget(request)
             return
         assert request.request_id not in self.lives or self.lives[request.request_id].end
         self.lives[request.request_id] = Life(request, order=len(self.lives))
@@ -273,6 +284,7 @@ class Simulation:
     def _step(self) -> None:
         now_s = self.clock()
         self.pools.work()
+        self.slots.work()
         assert self.engine.step()
         self.engine.check_integrity()
         self._check_snapshot(self.engine.snapshot())
@@ -288,7 +300,8 @@ class Simulation:
         for pool in now.pools:
             assert pool.free + pool.used + pool.pinned + pool.cached == pool.size
             assert min(pool.free, pool.used, pool.pinned, pool.cached) >= 0
-            assert now.running or pool.used == 0, "idle means empty"
+            is_busy = now.running or is_in_transfer(now)
+            assert is_busy or pool.used == 0, "idle means empty"
         assert now.queued <= self.config.queue_requests + self.config.num_slots
         living = sum(life.end is None for life in self.lives.values())
         assert now.running + now.queued == living
@@ -296,8 +309,9 @@ class Simulation:
             assert slot.held_tokens <= slot.context_tokens
             if slot.request is not None:
                 self._homes[slot.request.request_id] = slot.slot_id
-            if slot.request is not None and slot.request.prompt:
-                self._slot_tenants[slot.slot_id] = slot.request.tenant
+            tenant = self.slots.tenant_of(slot)
+            if tenant is not None:
+                self._slot_tenants[slot.slot_id] = tenant
         counters = now.counters
         ended = counters.requests_finished + counters.requests_failed + counters.requests_cancelled
         assert counters.requests_started == ended + living
@@ -320,7 +334,8 @@ class Simulation:
         kept = min(-(-(self.window + WINDOW_SLACK_TOKENS) // pool.unit_tokens) + 1, share)
         states = Counter(slot.state for slot in now.slots)
         assert pool.pinned <= kept * states[SlotState.IDLE]
-        assert pool.used <= kept * states[SlotState.PREFILL] + share * states[SlotState.DECODE]
+        still = states[SlotState.PREFILL] + states[SlotState.TRANSFER]
+        assert pool.used <= kept * still + share * states[SlotState.DECODE]
 
     def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
         assert events
@@ -355,13 +370,15 @@ class Simulation:
         if started.cached_tokens:
             self.seen["reused" if self.window is None else "reused:window"] += 1
             self.seen[f"reused:{started.cache_source.value}"] += 1
+        self.slots.note_start(started.slot_id, is_own=started.cache_source is CacheSource.SLOT)
         if started.cache_source is CacheSource.SLOT:
             life.is_marked = started.slot_id in self._marked_slots
             self.seen["marked"] += life.is_marked
-        elif request.prompt:
+        elif request.prompt and not request.is_warming:  # after which the old state may return
             self._marked_slots.discard(started.slot_id)
         if started.cache_source is CacheSource.SLOT:
-            assert self._slot_tenants[started.slot_id] == request.tenant, "another tenant's prefix"
+            owners = self.slots.owners_of(started.slot_id)
+            assert request.tenant in owners, "another tenant's prefix"
         if self.is_recurrent and started.cached_tokens:
             self.seen[f"reused:state:{started.cache_source.value}"] += 1
         if "recurrent state" in started.no_reuse:
@@ -422,6 +439,11 @@ class Simulation:
             return
         evaluated = len(request.prompt) + len(tokens) - 1
         activated_from = self.adapters.history(request, life.started)[1]
+        if request.is_warming:
+            self.seen["warmed"] += 1
+            assert not tokens
+            assert activated_from or end.held_tokens == len(request.prompt)
+            return
         if activated_from:
             assert end.held_tokens <= min(evaluated, activated_from), "an activated tail was kept"
         elif evaluated < self.context_tokens:
@@ -472,7 +494,7 @@ class Simulation:
         for _ in range(LIVENESS_STEPS):
             self._step()
             ended = all(life.end is not None for life in self.lives.values())
-            if ended and self.pools.is_at_rest:
+            if ended and self.pools.is_at_rest and self.slots.is_at_rest(self._is_unfinished):
                 break
         self._step()
         assert all(life.end is not None for life in self.lives.values()), "not at rest"
@@ -480,6 +502,7 @@ class Simulation:
         self._note_erasures()
         self.adapters.come_to_rest()
         assert self.pools.is_at_rest
+        assert self.slots.is_at_rest(self._is_unfinished)
         self.seen.update(self.pools.seen)
         self.seen.update(self.adapters.seen)
         end = self.engine.snapshot()
@@ -489,8 +512,12 @@ class Simulation:
         self.seen["evicted"] += end.counters.evicted_slots
         for site, times in self.failpoints.fired.items():
             self.seen[f"fired:{site.value}"] += times
-        self.engine.stop()
+        self.slots.stop()
+        self.seen.update(self.slots.seen)
         self._submit(Request("late", (1,)))
+
+    def _is_unfinished(self, request: Request) -> bool:
+        return not isinstance(self.lives[request.request_id].end, Finished)
 
     def _note_erasures(self) -> None:
         for done in self._erasures:

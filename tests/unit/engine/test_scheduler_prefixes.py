@@ -106,8 +106,7 @@ def test_the_host_gives_back_what_the_pool_had_no_room_for() -> None:
 
 
 def test_the_host_is_bounded() -> None:
-    page_bytes = 4 * 2 * 2 * 16 * 2
-    limit = 3 * (page_bytes + NODE_BYTES + 16)
+    limit = 20 * 3 * (NODE_BYTES + 16)  # three pages, of which the books take more than the rest
     drive = Drive(num_slots=1, kv_pages=8, context_tokens=64, host_cache_bytes=limit)
     for turn in range(6):
         drive.engine.submit(ask(f"r{turn}", [A + turn] * 28, 1))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.memory.checkpoint import Checkpoint, Checkpoints
-from engine.memory.host_tier import NODE_BYTES, HostTier
+from engine.memory.host_tier import NODE_BYTES, HostTier, HostUse
 from engine.memory.pages import PageAllocator
 from engine.memory.prefix_index import PageNode, PrefixIndex, PrefixRoot, encode
 from engine.step import SequenceWork, StepBatch
@@ -65,6 +65,11 @@ class Books:
     def check(self) -> None:
         self.index.check_integrity()
         self.pages.check_integrity([*self.held, self.index.held_pages()])
+
+
+def _room_for(num_pages: int) -> int:
+    """The limit of a tier of so many small pages, whose books take more than their content."""
+    return 20 * num_pages * (NODE_BYTES + 4 * PAGE)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +207,7 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
 
 
 def test_the_host_keeps_the_beginnings_when_it_is_full() -> None:
-    page_bytes = FakeRunner(1, PAGE).page_layout(PoolKind.KV).token_bytes * PAGE
-    books = Books(limit_bytes=2 * (page_bytes + NODE_BYTES + 4 * PAGE))
+    books = Books(limit_bytes=_room_for(2))
     books.cache([1] * 12)
     assert books.index.evict(3) == 3
     assert books.match([1] * 12) == 8
@@ -232,8 +236,7 @@ def test_a_read_that_fails_evicts_nothing() -> None:
 
 
 def test_what_is_kept_for_a_request_stays_on_the_host_and_the_device() -> None:
-    page_bytes = FakeRunner(1, PAGE).page_layout(PoolKind.KV).token_bytes * PAGE
-    books = Books(limit_bytes=page_bytes + NODE_BYTES + 4 * PAGE)
+    books = Books(limit_bytes=_room_for(1))
     books.cache([1] * 8)
     books.index.evict(1)
     nodes = books.index.match(ROOT, encode([1] * 8)).nodes
@@ -287,7 +290,7 @@ def test_checkpoints_go_with_their_page() -> None:
 @settings(max_examples=100, deadline=None)
 def test_any_program_keeps_the_books(seed: int) -> None:
     rng = random.Random(seed)
-    books = Books(size=24, limit_bytes=rng.choice([0, 8000, None]))
+    books = Books(size=24, limit_bytes=rng.choice([0, _room_for(4), None]))
     for _ in range(60):
         tokens = rng.choices([1, 2], k=rng.randint(1, 14))
         match rng.randrange(5):
@@ -306,32 +309,51 @@ def test_any_program_keeps_the_books(seed: int) -> None:
     assert books.pages.num_free == 24
     books.index.clear()
     books.check()
-    assert books.host.used_bytes == 0
+    assert books.host.used == HostUse()
 
 
-def test_the_bookkeeping_is_counted_and_is_small() -> None:
-    """What the interpreter really takes for pages on the host is within what is counted."""
-    size = 400
-    pages = PageAllocator(size)
-    runner = FakeRunner(size, 32)
-    host = HostTier(runner, limit_bytes=None)
-    index = PrefixIndex(pages, 32, host)
-    rng = random.Random(5)
-    runner.max_chunk = 32 * size
-    tokens = rng.choices(range(100), k=32 * size)
-    held = pages.allocate(size)
-    runner.run(StepBatch((), SequenceWork(tokens, 0, held, False)))
+class Cached:
+    """Pages that were evaluated, of 256 bytes a token, about to lose their place to the host."""
+
+    def __init__(self, page_tokens: int, num_pages: int, limit_bytes: int | None) -> None:
+        self.num_pages = num_pages
+        self.pages = PageAllocator(num_pages)
+        self.runner = FakeRunner(num_pages, page_tokens, max_chunk=page_tokens * num_pages)
+        assert self.runner.page_layout(PoolKind.KV).token_bytes == 256
+        self.host = HostTier(self.runner, limit_bytes=limit_bytes)
+        self.index = PrefixIndex(self.pages, page_tokens, self.host)
+        self.tokens = random.Random(5).choices(range(100), k=page_tokens * num_pages)
+        self.held = self.pages.allocate(num_pages)
+        self.runner.run(StepBatch((), SequenceWork(self.tokens, 0, self.held, False)))
+
+    def spill(self) -> None:
+        self.index.insert(ROOT, encode(self.tokens), self.held, [])
+        self.pages.release(self.held)
+        self.index.evict(self.num_pages)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 32, 128])
+def test_the_books_are_a_twentieth_of_the_limit_at_most(page_tokens: int) -> None:
+    """Whatever a page holds and however many there would be; see below for what books are."""
+    limit = 400_000
+    cached = Cached(page_tokens, 1600, limit)
+    cached.spill()
+    cached.index.check_integrity()
+    books_bytes = NODE_BYTES + 4 * page_tokens
+    most = min(limit // 20 // books_bytes, limit // (books_bytes + 256 * page_tokens))
+    assert cached.index.num_host_nodes == most
+    assert cached.host.used == HostUse(most * 256 * page_tokens, most * books_bytes)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 32])
+def test_the_books_are_what_the_interpreter_takes(page_tokens: int) -> None:
+    cached = Cached(page_tokens, 400, None)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        index.insert(ROOT, encode(tokens), held, [])
-        pages.release(held)
-        index.evict(size)
+        cached.spill()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    content = runner.page_layout(PoolKind.KV).token_bytes * 32 * size
-    assert index.num_host_nodes == size
-    assert content < after - before <= host.used_bytes
-    # Of a model's page of 32 KiB, less than that of any real one, this is less than 5 %.
-    assert NODE_BYTES + 4 * 32 < 0.05 * 32 * 1024
+    assert cached.index.num_host_nodes == 400
+    assert after - before <= cached.host.used.total

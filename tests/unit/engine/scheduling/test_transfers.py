@@ -31,7 +31,7 @@ from engine.slots.errors import (
 from engine.step import PoolLost
 from engine.types import CacheSource, CancelCause, SlotState
 from tests.slot_stores import restore_wish, save_wish
-from tests.unit.engine.drive import B, solo
+from tests.unit.engine.drive import A, B, solo
 from tests.unit.engine.scheduling.saving import NAME, Transfers, ask_in, some_prompt
 
 
@@ -458,3 +458,65 @@ def test_a_rebuild_waits_for_a_transfer_and_the_slot_goes_on_as_ever(
     longer = (*prompt, *answer[:-1], B)
     assert it.run(ask_in("b", longer)) == solo(longer, 5)
     assert it.drive.started("b").cached_tokens == len(longer) - 1
+
+
+# What once went wrong between a transfer and everything beside it.
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_nobody_reads_what_is_written_after_a_prompt_was_given_up(
+    tmp_path: Path, window: int | None
+):
+    """The prompt went on in the slot's last page; what comes back goes on there differently."""
+    it = Transfers(tmp_path, window=window)
+    it.run(ask_in("a", some_prompt(30), max_tokens=1))
+    (tmp_path / NAME).mkdir()
+    given_up = (*some_prompt(30), B, A, B)
+    wish = it.warm(ask_in("w", given_up))
+    with pytest.raises(EngineError, match="errno"):
+        it.wait(wish.done)
+    other = (*some_prompt(30), A, A, A)
+    assert it.run(ask_in("b", other)) == solo(other, 5, window)
+    assert it.drive.started("b").cached_tokens == 30
+    assert it.run(ask_in("c", (*given_up, B), 1)) == solo((*given_up, B), 5, window)
+
+
+def test_a_fault_while_room_is_made_leaves_no_slot_cut(tmp_path: Path):
+    """Its last page is listed whole: who goes on in it would change what others read."""
+    it = Transfers(tmp_path, kv_pages=16, host_cache_bytes=None)
+    it.run(ask_in("a", some_prompt(16), max_tokens=1))
+    it.run(ask_in("b", some_prompt(40, 3), 1, max_tokens=1))
+    it.drive.runner.fail_transfer_with = MemoryError("full")
+    it.run(ask_in("c", (*some_prompt(14), *[A + 25] * 16), max_tokens=1))
+    assert isinstance(it.drive.error("c"), EngineFault)
+    longer = (*some_prompt(14), A + 25, B, B)
+    assert it.run(ask_in("d", longer)) == solo(longer, 5)
+    whole = (*some_prompt(16), B)
+    assert it.run(ask_in("e", whole, 1)) == solo(whole, 5)
+
+
+def test_a_lone_request_waits_for_the_pages_of_a_transfer(tmp_path: Path):
+    it = Transfers(tmp_path, kv_pages=16)
+    it.run(ask_in("a", some_prompt(40)))
+    wish = save_wish(it.store, 0, NAME)
+    it.engine.transfer_slot(wish)
+    it.engine.submit(ask_in("b", some_prompt(16, 3), 1, max_tokens=40))
+    it.wait(wish.done)
+    it.drive.rest()
+    assert it.drive.tokens("b") == solo(some_prompt(16, 3), 40)
+
+
+def test_pools_that_are_lost_while_room_is_made_for_a_file_are_empty(tmp_path: Path):
+    first = Transfers(tmp_path)
+    first.run(ask_in("a", some_prompt(50)))
+    first.save(0)
+    it = Transfers(tmp_path, kv_pages=16, host_cache_bytes=None)
+    it.run(ask_in("a", some_prompt(40, 1)))
+    it.drive.runner.fail_transfer_with = PoolLost("gone")
+    with pytest.raises(EngineFault):
+        it.restore(1)
+    it.drive.rest()
+    assert it.held(0) == 0
+    longer = (*some_prompt(40, 1), B)
+    assert it.run(ask_in("b", longer)) == solo(longer, 5)
+    assert it.drive.started("b").cached_tokens == 0
