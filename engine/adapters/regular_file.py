@@ -51,10 +51,10 @@ class RegularFile:
             AdapterFileInvalid: They are not there any more, or the disk fails.
         """
         held = np.empty(length, np.uint8)
-        done = 0
+        view, done = held.data, 0
         while done < length:
             try:
-                count = os.preadv(self._descriptor, [held[done:]], start + done)
+                count = os.preadv(self._descriptor, [view[done:]], start + done)
             except OSError as error:
                 raise self._failed(error) from error
             if not count:

@@ -62,7 +62,7 @@ class SafetensorsFile:
         size = self._file.size
         if size < 8:
             raise self._error("has no head" if size else "the file is empty")
-        (length,) = struct.unpack("<Q", self._file.read(0, 8))
+        (length,) = struct.unpack("<Q", self._file.read(0, 8).tobytes())
         if length > min(size - 8, max(_MAX_HEAD_BYTES, size // _HEAD_SHARE)):
             raise self._error(f"has a head of {length} bytes in a file of {size}")
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import pytest
@@ -53,7 +54,8 @@ def open_engine(parts: tuple[Path, list[Path]]) -> tuple[Loaded, Replies, list[A
 
 def live_bytes() -> int:
     gc.collect()
-    return sum(array.nbytes for array in jax.live_arrays())
+    arrays = cast("list[jax.Array]", jax.live_arrays())
+    return sum(int(array.nbytes) for array in arrays)
 
 
 def test_random_commands_leak_nothing_and_compile_nothing(parts: tuple[Path, list[Path]]) -> None:
@@ -88,7 +90,7 @@ def test_threads_that_change_adapters_under_streams(parts: tuple[Path, list[Path
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_storm_of_minutes(parts: tuple[Path, list[Path]], pytestconfig: pytest.Config) -> None:
-    minutes: float = pytestconfig.getoption("storm_minutes")
+    minutes: Any = pytestconfig.getoption("storm_minutes")
     loaded, replies, contents = open_engine(parts)
     compiles, before = loaded.runner.compiles, live_bytes()
     loaded.engine.start()

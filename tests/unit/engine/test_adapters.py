@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine.adapters.changes import STEP_BYTES
 from engine.adapters.loaded import NewAdapter
 from engine.engine import Engine
 from engine.errors import EngineFault, InvalidField, NoSuchAdapter
@@ -22,7 +23,7 @@ from engine.types import (
     SamplingParams,
     Started,
 )
-from tests.fakes import fake_engine
+from tests.fakes import FakeRunner, fake_engine
 from tests.unit.engine.adapter_life import content
 
 PROMPT = tuple(range(10, 50))
@@ -126,6 +127,58 @@ def test_content_counts_and_not_ids(life: Life) -> None:
     same = life.ask((AdapterScale(2, 1.0),))
     assert tokens_of(same) == tokens_of(first)
     assert started(same).cached_tokens == 39
+
+
+def submit(
+    life: Life, name: str, adapters: tuple[AdapterScale, ...] | None = None, max_tokens: int = 50
+) -> None:
+    sampling = SamplingParams(temperature=0.0)
+    life.engine.submit(
+        Request(
+            name,
+            PROMPT,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            adapters=adapters,
+        )
+    )
+
+
+def test_scales_take_effect_in_the_next_step_and_running_requests_keep_theirs(life: Life) -> None:
+    submit(life, "before")
+    life.engine.step()
+    done = life.engine.adapters.set_scales([AdapterScale(0, 0.5)])
+    submit(life, "after")
+    life.engine.step()
+    done.result(0)
+    assert started(life.events["after"]).adapters == (AdapterScale(0, 0.5),)
+    assert life.engine.snapshot().adapters[0].scale == 0.5
+    assert life.engine.snapshot().adapters[0].active_requests == 1
+    for _ in range(60):
+        life.engine.step()
+    assert started(life.events["before"]).adapters == ()
+    assert tokens_of(life.events["before"])[:5] == tokens_of(life.ask(()))
+
+
+def test_every_step_of_a_load_gives_the_streams_their_tokens(life: Life) -> None:
+    """Three pieces of all that is written between two steps."""
+    runner = life.engine.adapters.setup.store
+    assert isinstance(runner, FakeRunner)
+    runner.piece_bytes = STEP_BYTES
+    for name in ("one", "two"):
+        submit(life, name)
+    for _ in range(3):
+        life.engine.step()
+    done = life.engine.adapters.load(NewAdapter("c", "c", 0.0, content(9)))
+    before = {name: len(tokens_of(life.events[name])) for name in ("one", "two")}
+    num_steps = 0
+    while not done.done():
+        life.engine.step()
+        num_steps += 1
+        for name, count in before.items():
+            assert len(tokens_of(life.events[name])) == count + num_steps
+    assert num_steps == 4, "three pieces, and the end"
 
 
 def test_an_adapter_that_is_gone_at_admission_fails_its_request_alone(life: Life) -> None:

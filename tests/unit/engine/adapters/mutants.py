@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
@@ -194,11 +194,16 @@ def _mutate_tree(rng: np.random.Generator, root: Any) -> Any:
 
 def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every place in a tree: what holds it, and its key there."""
-    keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
-    for key in keys:
+    for key in _keys(value):
         yield value, key
         if isinstance(value[key], dict | list):
             yield from _nodes(value[key])
+
+
+def _keys(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(cast("dict[str, Any]", value))
+    return list(range(len(value)))
 
 
 def _mutate_bytes(rng: np.random.Generator, data: bytes) -> bytes:
