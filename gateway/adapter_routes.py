@@ -9,7 +9,7 @@ from gateway.adapters import known_adapters
 from gateway.connection import json_response
 from gateway.errors import invalid
 from gateway.exchange import Exchange
-from gateway.fields import Adapters
+from gateway.fields import Adapters, Refusal
 from gateway.peer_json import Json
 from gateway.service import answer
 
@@ -27,9 +27,13 @@ async def set_adapter_scales(exchange: Exchange) -> Response:
     body = await exchange.connection.json()
     if not isinstance(body, list):
         raise invalid("Request body must be an array")
+    try:
+        named = Adapters().read(body)
+    except Refusal as refusal:
+        raise invalid(str(refusal)) from refusal
     backend = exchange.backend
     known = await exchange.connection.while_connected(
-        known_adapters(backend.service, Adapters().read(body), backend.metadata)
+        known_adapters(backend.service, named, backend.metadata)
     )
     request = lora_pb2.SetAdapterScalesRequest(scales=known.message)
     call = backend.service.lora.SetAdapterScales(request, metadata=backend.metadata)

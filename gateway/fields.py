@@ -160,6 +160,8 @@ class Stops:
 
 
 _NO_ADAPTER = -1
+# Far more than can be loaded; each costs time in which nobody else is answered.
+_MAX_ADAPTER_ENTRIES = 4096
 
 
 @dataclass(frozen=True)
@@ -175,15 +177,20 @@ class Adapters:
         """
         if not isinstance(value, list):
             raise Refusal("Error: 'lora' must be an array of objects with 'id' and 'scale' fields")
+        entries = cast("list[Any]", value)
+        if len(entries) > _MAX_ADAPTER_ENTRIES:
+            raise Refusal(
+                f"Error: 'lora' has {len(entries)} entries, at most {_MAX_ADAPTER_ENTRIES} are taken"
+            )
         scales: dict[int, float] = {}
-        for entry in cast("list[Any]", value):
+        for entry in entries:
             if not isinstance(entry, Mapping):
                 continue
             members = cast("Mapping[str, Any]", entry)
             adapter_id = lenient_integer(members.get("id"), _NO_ADAPTER)
             if 0 <= adapter_id <= INT32_MAX:
                 scales[adapter_id] = _lenient_float32(members.get("scale"), 0.0)
-        if value and not scales:
+        if entries and not scales:
             scales[_NO_ADAPTER] = 0.0
         return tuple(sorted(scales.items()))
 

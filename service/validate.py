@@ -22,6 +22,7 @@ from kvarts.v1 import (
     tokenization_pb2,
 )
 
+from engine.adapters.start import MAX_ADAPTERS
 from engine.errors import ContextOverflow, TokenNotInVocab
 from service import telemetry
 from service.faults import Faults, shown
@@ -122,6 +123,9 @@ def check_vocab(tokens: Iterable[int], vocab_size: int) -> None:
 
 def check_adapters(faults: Faults, field: str, adapters: common_pb2.AdapterScales) -> None:
     """A set names each adapter once, with a finite scale; ids are looked up by the engine."""
+    if len(adapters.scales) > MAX_ADAPTERS:
+        faults.size(f"{field}.scales", len(adapters.scales), MAX_ADAPTERS, "adapters")
+        return
     seen: set[int] = set()
     for i, entry in enumerate(adapters.scales):
         if not entry.HasField("adapter_id"):

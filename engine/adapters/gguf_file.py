@@ -6,6 +6,7 @@ refused here by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,12 @@ from engine.adapters.fit import TargetModel, check_pair, check_values, check_who
 from engine.adapters.regular_file import RegularFile
 from engine.errors import ModelFileError, NotSupported
 from engine.gguf.blocks import dequantise
-from engine.gguf.header import TensorInfo
+from engine.gguf.header import TensorInfo, parse_header
 from engine.gguf.metadata import Metadata
-from engine.gguf.reader import GgufFile
 
 _DOWN, _UP, _IGNORED = ".lora_a", ".lora_b", "_norm.weight"
+# Keys and tensor names; a vocabulary that somebody left in fits too.
+_MAX_HEAD_BYTES = 16 << 20
 _INVOCATION = "adapter.alora.invocation_tokens"
 _NUMBERS = {
     GGMLQuantizationType.F32: "f32",
@@ -50,19 +52,22 @@ def read_gguf_adapter(path: Path, model: TargetModel, max_rank: int) -> AdapterC
     if not path.exists():
         raise AdapterFileNotFound(path.name)
     try:
-        with GgufFile.open(path) as file, RegularFile(path, path.name) as data:
-            if file.stamps != (data.stamp,):
-                raise AdapterFileInvalid(path.name, "is of several files, or was just changed")
-            return _read(file, data, model, max_rank)
+        with RegularFile(path, path.name) as file:
+            return _read(file, model, max_rank)
     except ModelFileError as error:
         raise AdapterFileInvalid(error.path, error.detail) from error
 
 
-def _read(file: GgufFile, data: RegularFile, model: TargetModel, max_rank: int) -> AdapterContent:
-    keys, name = file.metadata, data.name
+def _read(file: RegularFile, model: TargetModel, max_rank: int) -> AdapterContent:
+    name = file.name
+    if not file.size:
+        raise AdapterFileInvalid(name, "the file is empty")
+    head = file.read(0, min(file.size, _MAX_HEAD_BYTES)).tobytes()
+    header = parse_header(head, name, file_bytes=file.size)
+    keys = Metadata(head, header.entries, name)
     _check_kind(keys, name, model)
     alpha = keys.get_float("adapter.lora.alpha") if "adapter.lora.alpha" in keys else None
-    halves = _pair_up(file, name)
+    halves = _pair_up(header.tensors, name)
     # All shapes before any data: a file that does not fit costs no memory.
     ranks = {
         target: check_pair(name, model, max_rank, target, down_shape=down.shape, up_shape=up.shape)
@@ -71,7 +76,7 @@ def _read(file: GgufFile, data: RegularFile, model: TargetModel, max_rank: int) 
     pairs: dict[str, Pair] = {}
     for target, (down, up) in halves.items():
         factor = scale_factor(alpha, ranks[target])
-        pairs[target] = _read_pair(data, target, (down, up), factor)
+        pairs[target] = _read_pair(file, target, (down, up), factor)
     content = make_content(
         pairs,
         alpha=alpha,
@@ -92,12 +97,17 @@ def _check_kind(keys: Metadata, name: str, model: TargetModel) -> None:
     if architecture != model.architecture:
         expected, found = repr(model.architecture), repr(architecture[:64])
         raise AdapterMismatch(name, "general.architecture", expected, found)
+    num_files = keys.get_uint("split.count", 0)
+    if num_files > 1:
+        raise AdapterFileInvalid(name, f"is one of {num_files} files, an adapter is one file")
 
 
-def _pair_up(file: GgufFile, name: str) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+def _pair_up(
+    tensors: Mapping[str, TensorInfo], name: str
+) -> dict[str, tuple[TensorInfo, TensorInfo]]:
     """The halves by the weight that they change, down then up; norms are ignored, as by the peer."""
     found: dict[str, dict[str, TensorInfo]] = {}
-    for tensor_name, info in file.tensors.items():
+    for tensor_name, info in tensors.items():
         target, dot, suffix = tensor_name.rpartition(".")
         if dot + suffix in (_DOWN, _UP):
             found.setdefault(target, {})[dot + suffix] = info
@@ -113,19 +123,19 @@ def _pair_up(file: GgufFile, name: str) -> dict[str, tuple[TensorInfo, TensorInf
 
 
 def _read_pair(
-    data: RegularFile, target: str, halves: tuple[TensorInfo, TensorInfo], factor: float
+    file: RegularFile, target: str, halves: tuple[TensorInfo, TensorInfo], factor: float
 ) -> Pair:
-    (down, down_number), (up, up_number) = (_values(data, info) for info in halves)
+    (down, down_number), (up, up_number) = (_values(file, info) for info in halves)
     up = np.ascontiguousarray(up.swapaxes(-1, -2))
     down, up, number = join_numbers(down, up, (down_number, up_number))
     pair = Pair(down, up, number, factor)
-    check_values(data.name, target, pair)
+    check_values(file.name, target, pair)
     return pair
 
 
-def _values(data: RegularFile, info: TensorInfo) -> tuple[Values, str]:
+def _values(file: RegularFile, info: TensorInfo) -> tuple[Values, str]:
     """A tensor in its own precision, quantised ones as f32."""
-    raw = data.read(info.offset, info.nbytes)
+    raw = file.read(info.offset, info.nbytes)
     number = _NUMBERS.get(info.ggml_type)
     if number is not None:
         return from_bytes(raw, number, info.shape), number
@@ -133,7 +143,7 @@ def _values(data: RegularFile, info: TensorInfo) -> tuple[Values, str]:
         return dequantise(info.ggml_type, raw, info.shape), "f32"
     except NotSupported as error:
         detail = f"tensor {info.name!r} has type {info.ggml_type.name}, which holds no numbers"
-        raise AdapterFileInvalid(data.name, detail) from error
+        raise AdapterFileInvalid(file.name, detail) from error
 
 
 def _invocation_tokens(keys: Metadata, name: str) -> tuple[int, ...]:

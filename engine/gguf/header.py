@@ -89,9 +89,9 @@ class Header:
 class _Cursor:
     """Reads forward through a file and never past its end."""
 
-    def __init__(self, buffer: mmap, file_name: str) -> None:
+    def __init__(self, buffer: mmap | bytes, file_name: str, size: int) -> None:
         self.buffer = buffer
-        self.size = len(buffer)
+        self.size = size
         self.offset = 0
         self._file_name = file_name
 
@@ -104,6 +104,8 @@ class _Cursor:
         left = self.size - start
         if num_bytes > left:
             raise self.error(f"{what} needs {num_bytes} bytes at offset {start}, {left} are left")
+        if start + num_bytes > len(self.buffer):
+            raise self.error(f"{what} is past the first {len(self.buffer)} bytes of the file")
         self.offset = start + num_bytes
         return start
 
@@ -134,23 +136,26 @@ class _Cursor:
                 offset += 8 + unpack(buffer, offset)[0]
         except (struct.error, OverflowError) as error:
             raise self.error(f"{what}: string {index} of {count} is past the file's end") from error
-        if offset > self.size:
+        if offset > len(self.buffer):
             raise self.error(f"{what}: string {index} of {count} is past the file's end")
         self.offset = offset
 
 
-def parse_header(buffer: mmap, file_name: str, shard_id: int = 0) -> Header:
+def parse_header(
+    buffer: mmap | bytes, file_name: str, shard_id: int = 0, *, file_bytes: int | None = None
+) -> Header:
     """Reads the head of one file.
 
     Args:
-        buffer: The whole file, mapped.
+        buffer: The file, mapped, or as much of its beginning as its head may take.
         file_name: Its base name, for errors.
         shard_id: What `TensorInfo.shard_id` shall be.
+        file_bytes: How long the file is; None if the buffer is all of it.
 
     Raises:
         ModelFileError: The head is damaged, or a tensor's data is not wholly in the file.
     """
-    cursor = _Cursor(buffer, file_name)
+    cursor = _Cursor(buffer, file_name, len(buffer) if file_bytes is None else file_bytes)
     version = _parse_version(cursor)
     num_tensors = _parse_count(cursor, "the number of tensors", min_entry_bytes=8 + 1 + 4 + 4 + 8)
     num_keys = _parse_count(cursor, "the number of keys", min_entry_bytes=8 + 1 + 4 + 1)

@@ -44,7 +44,7 @@ class Metadata(Mapping[str, Value]):
     Strings of arrays stay bytes, because a vocabulary may hold pieces that are not UTF-8.
     """
 
-    def __init__(self, buffer: mmap, entries: Mapping[str, Entry], file_name: str) -> None:
+    def __init__(self, buffer: mmap | bytes, entries: Mapping[str, Entry], file_name: str) -> None:
         self._buffer = buffer
         self._entries = entries
         self._file_name = file_name

@@ -297,6 +297,11 @@ async def test_files_that_cannot_be_attached(tmp_path: Path) -> None:
             ),
             ["scales.scales[0].scale"],
         ),
+        (
+            "SetAdapterScales",
+            lora_pb2.SetAdapterScalesRequest(scales=scales(*((one, 1.0) for one in range(257)))),
+            ["scales.scales"],
+        ),
         ("LoadAdapter", lora_pb2.LoadAdapterRequest(path="a"), ["name"]),
         ("LoadAdapter", lora_pb2.LoadAdapterRequest(name="a", path="a\0"), ["path"]),
         (
@@ -312,6 +317,15 @@ async def test_bad_fields(tmp_path: Path, method: str, request_: Any, fields: li
         failed = await failure(getattr(it.lora, method)(request_))
     assert (failed.code, failed.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert failed.fields == fields
+
+
+async def test_a_path_in_an_error_is_short_enough_to_arrive(tmp_path: Path) -> None:
+    """Each of these characters is nine in a trailer."""
+    async with with_folder(tmp_path) as it:
+        for path in ("\uff0e" * 1365, "../" + "\uff0e" * 1364):
+            failed = await failure(load(it, "a", path))
+            assert failed.reason in ("ADAPTER_FILE_NOT_FOUND", "PATH_OUTSIDE_ROOT")
+            assert len(failed.metadata["path"]) < 256
 
 
 async def test_an_unknown_id_changes_no_scale(tmp_path: Path) -> None:

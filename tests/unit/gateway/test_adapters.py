@@ -81,3 +81,42 @@ async def test_chat_takes_a_set_too(client: httpx.AsyncClient, loaded: FakeServi
     response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200
     assert [(one.adapter_id, one.scale) for one in sent(loaded).scales] == [(0, 1.0)]
+
+
+@pytest.mark.parametrize("body", [[{}], [7], [{"id": "0", "scale": 1}], [[{"id": 0}]]])
+async def test_a_list_that_names_no_adapter_turns_all_off(
+    client: httpx.AsyncClient, loaded: FakeService, body: list[object]
+) -> None:
+    response = await client.post("/lora-adapters", json=body)
+    assert response.headers[IGNORED] == "adapters that are not loaded: -1"
+    assert not loaded.scales[-1].scales.scales
+    response = await client.post("/completion", json={"prompt": "a", "lora": body})
+    assert response.headers[IGNORED] == "adapters that are not loaded: -1"
+    assert sent(loaded).scales == []
+    assert loaded.calls[-1].request.HasField("adapters")
+
+
+async def test_an_adapter_that_is_being_unloaded_is_none(
+    client: httpx.AsyncClient, loaded: FakeService
+) -> None:
+    loaded.adapters[1].is_unloading = True
+    lora = [{"id": 0, "scale": 2}, {"id": 3, "scale": 1}]
+    response = await client.post("/completion", json={"prompt": "a", "lora": lora})
+    assert response.headers[IGNORED] == "adapters that are not loaded: 3"
+    assert [(one.adapter_id, one.scale) for one in sent(loaded).scales] == [(0, 2.0)]
+
+
+async def test_the_number_of_entries_is_bounded(
+    client: httpx.AsyncClient, loaded: FakeService
+) -> None:
+    entries = [{"id": 0, "scale": 1}] * 4097
+    message = "has 4097 entries, at most 4096 are taken"
+    for path, body in (
+        ("/lora-adapters", entries),
+        ("/completion", {"prompt": "a", "lora": entries}),
+    ):
+        response = await client.post(path, json=body)
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+    assert not loaded.scales
+    assert not loaded.calls

@@ -19,6 +19,7 @@ from engine.adapters.errors import (
     RankTooLarge,
 )
 from engine.adapters.fit import TargetModel
+from engine.adapters.regular_file import RegularFile
 from engine.adapters.source import read_adapter
 from tests.adapters import TinyAdapter, adapter_pairs, write_adapter
 from tests.ggufs import write_gguf
@@ -228,6 +229,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[EngineError], str]] = [
     ),
     ("alpha", {"adapter__lora__alpha": float("nan")}, AdapterFileInvalid, "adapter.lora.alpha"),
     ("alpha type", {"adapter__lora__alpha": "8"}, AdapterFileInvalid, "adapter.lora.alpha"),
+    ("a part", {"split__count": 2}, AdapterFileInvalid, "is one of 2 files"),
     (
         "empty",
         {"drop": (f"{QUERY}.lora_a", f"{QUERY}.lora_b")},
@@ -306,6 +308,30 @@ def test_another_architecture(tmp_path: Path) -> None:
         "expected": "'llama'",
         "found": "'qwen3'",
     }
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere: of a mapping the process would end with SIGBUS."""
+    path = write_adapter(tmp_path / "a.gguf", TinyAdapter(), SHAPES, TARGETS)
+    data, whole = path.read_bytes(), RegularFile.read
+    state = {"left": 0}
+
+    def read_and_cut(file: RegularFile, start: int, length: int) -> Any:
+        if state["left"] == 0:
+            path.write_bytes(data[: start + length // 2])
+        state["left"] -= 1
+        return whole(file, start, length)
+
+    monkeypatch.setattr(RegularFile, "read", read_and_cut)
+    for number in range(1 + 2 * len(TARGETS)):
+        path.write_bytes(data)
+        state["left"] = number
+        with pytest.raises(AdapterFileInvalid, match="was cut short while it was read"):
+            read(path)
+    path.write_bytes(data)
+    assert list(read(path).pairs) == sorted(TARGETS)
 
 
 def test_no_file_and_no_gguf(tmp_path: Path) -> None:
