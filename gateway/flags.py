@@ -119,6 +119,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--no-slots",), "has_slots", "do not serve GET /slots", present=False),
     Flag(("--no-ui",), "has_ui", "no page at /", present=False),
     Flag(
+        ("--ui-mcp-proxy",),
+        "has_cors_proxy",
+        "fetch any address for whoever asks, at /cors-proxy",
+    ),
+    Flag(
         ("--vertex-predict-path",),
         "vertex_predict_path",
         "POST route of Vertex AI's prediction protocol",

@@ -145,7 +145,7 @@ def props_json(facts: Facts, options: GatewayOptions, *, is_asleep: bool) -> Jso
         "eos_token": model.special_tokens.eos.text,
         "build_info": info.build_info,
         "is_sleeping": is_asleep,
-        "cors_proxy_enabled": False,
+        "cors_proxy_enabled": options.has_cors_proxy,
     }
     if options.use_jinja and template.tool_use_source:
         props["chat_template_tool_use"] = template.tool_use_source

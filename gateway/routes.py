@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from gateway import adapter_routes, chat_routes, disabled, metrics, ops, slots, tokens
 from gateway.completion import complete
+from gateway.cors_proxy import cors_proxy
 from gateway.embeddings import embed, embed_natively
 from gateway.errors import invalid, wrong_type
 from gateway.exchange import Exchange, Handler
@@ -81,8 +82,10 @@ def route_table() -> list[RouteRow]:
         ("GET", ("/props",), ops.get_props),
         ("POST", ("/props",), ops.set_props),
         ("GET", ("/metrics",), metrics.make_handler()),
-        ("GET", ("/tools", "/cors-proxy"), disabled.feature_disabled),
-        ("POST", ("/tools", "/cors-proxy"), disabled.feature_disabled),
+        ("GET", ("/tools",), disabled.feature_disabled),
+        ("POST", ("/tools",), disabled.feature_disabled),
+        ("GET", ("/cors-proxy",), cors_proxy),
+        ("POST", ("/cors-proxy",), cors_proxy),
     ]
 
 

@@ -64,7 +64,9 @@ class Sample:
         """The timings in the middle of a stream; the prompt's time is this side's measure."""
         cached = self.started.cached_tokens
         if isinstance(event, generation_pb2.Progress):
-            return Timings(cached, event.processed_tokens - event.cached_tokens, 0, 0, 0)
+            evaluated = event.processed_tokens - event.cached_tokens
+            # The first tells what was there already, for which no time has passed.
+            return Timings(cached, evaluated, self.prompt_us if evaluated else 0, 0, 0)
         return Timings(
             cached=cached,
             evaluated=self.started.prompt_tokens - cached,

@@ -18,6 +18,7 @@ from service.bridge import Bridge
 from service.chat_output import ChatOutput, ChatReader, plan_output
 from service.constraint import read_constraint
 from service.deadline import CallDeadline
+from service.idle_slots import IdleSlotLog
 from service.metrics import Metrics
 from service.prompt import read_prompt
 from service.reasoning import read_budget
@@ -49,9 +50,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self,
         bridge: Bridge,
         metrics: Metrics,
+        idle_slots: IdleSlotLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bridge = bridge
+        self._idle_slots = idle_slots
         self._metrics = metrics
         self._clock = clock
 
@@ -98,6 +101,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = _Answer(record.request_id, output)
         async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
             async for sample, event in events:
+                if isinstance(event, Started):
+                    self._idle_slots.started(event, model.engine.snapshot())
                 if observer.see(sample, event):
                     # A client may drop the call as soon as it has the last message.
                     record.code = "OK"

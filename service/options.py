@@ -88,6 +88,7 @@ class ServiceOptions:
         admin_key: alone opens what changes slots, adapters and pools, if set.
         tls: certificate of the public door; None is plain text.
         shutdown_timeout_s: grace of running requests after the first signal.
+        tells_idle_slots: what idle slots keep cached is logged at level debug.
         slot_save_path: existing folder for slot files; None keeps them off.
         slot_autosave: slots are saved there at a stop and restored after a start.
         adapter_dir: existing folder of adapters that may be loaded later; None loads none.
@@ -119,6 +120,7 @@ class ServiceOptions:
     admin_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
     shutdown_timeout_s: float = 2.0
+    tells_idle_slots: bool = False
     slot_save_path: str | None = None
     slot_autosave: bool = False
     adapter_dir: str | None = None
@@ -141,6 +143,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
     sampling = _sampling(parsed)
     return ServiceOptions(
         model=_model_source(parsed, cache_dir),
+        tells_idle_slots=parsed["tells_idle_slots"] and parsed["cache_ram_mib"] != 0,
         engine=with_adapters(engine_config(parsed, cache_dir), parsed),
         defaults=_generation_defaults(parsed, sampling),
         sampling_given=frozenset(sampling),
@@ -212,6 +215,7 @@ def gateway_options(parsed: Parsed, service: str, own_key: str) -> bytes:
         "has_props": parsed["has_props"],
         "has_slots": parsed["has_slots"],
         "has_ui": parsed["has_ui"],
+        "has_cors_proxy": parsed["has_cors_proxy"],
         "vertex_predict_path": parsed["aip_predict_route"] if is_vertex else "",
         "vertex_health_path": (parsed["aip_health_route"] or "") if is_vertex else "",
         "ssl_cert_file": tls.cert_file if tls else None,

@@ -44,6 +44,7 @@ from service.disk_metrics import SlotDiskCollector
 from service.embedding import EmbeddingServicer
 from service.fetch.errors import FetchError
 from service.generation import GenerationServicer
+from service.idle_slots import IdleSlotLog
 from service.interceptors import Auth, Fence, Telemetry
 from service.keys import KeyRing
 from service.loaded import LoadedModel, LoadModel
@@ -237,7 +238,10 @@ class Server:
         server, bridge = self._grpc, self._bridge
         has_folder = self._options.slot_save_path is not None
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(bridge, self._metrics), server
+            GenerationServicer(
+                bridge, self._metrics, IdleSlotLog(is_on=self._options.tells_idle_slots)
+            ),
+            server,
         )
         tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(
             TokenizationServicer(bridge), server

@@ -111,12 +111,6 @@ IGNORED = (
         variable="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",
     ),
     _switch(
-        "what idle slots hold can be reused by every slot",
-        "--cache-idle-slots",
-        off=("--no-cache-idle-slots",),
-        variable="LLAMA_ARG_CACHE_IDLE_SLOTS",
-    ),
-    _switch(
         "batching is always continuous",
         "-cb",
         "--cont-batching",

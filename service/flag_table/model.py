@@ -130,6 +130,18 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--cache-idle-slots",),
+        SWITCH,
+        "tells_idle_slots",
+        "tells with -v what idle slots keep cached; that every slot can use it does not depend on "
+        "this",
+        default=True,
+        off_names=("--no-cache-idle-slots",),
+        variable="LLAMA_ARG_CACHE_IDLE_SLOTS",
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("--sleep-idle-seconds",),
         integer(-1, but_not=0),
         "sleep_idle_s",

@@ -86,13 +86,6 @@ _SERVER_ROWS = (
     _refused(_TOOLS, "--mcp-servers-config", variable="LLAMA_ARG_MCP_SERVERS_CONFIG"),
     _refused(_TOOLS, "--mcp-servers-json", variable="LLAMA_ARG_MCP_SERVERS_JSON"),
     _switch(_TOOLS, "-ag", "--agent", off=("-no-ag", "--no-agent"), variable="LLAMA_ARG_AGENT"),
-    _switch(
-        _TOOLS,
-        "--webui-mcp-proxy",
-        "--ui-mcp-proxy",
-        off=("--no-ui-mcp-proxy", "--no-webui-mcp-proxy"),
-        variable="LLAMA_ARG_UI_MCP_PROXY",
-    ),
     _refused(_ROUTER, "--models-dir", variable="LLAMA_ARG_MODELS_DIR"),
     _refused(_ROUTER, "--models-preset", variable="LLAMA_ARG_MODELS_PRESET"),
     _refused(_ROUTER, "--models-max", variable="LLAMA_ARG_MODELS_MAX"),

@@ -108,6 +108,17 @@ HTTP = (
         group=_HTTP,
     ),
     Flag(
+        ("--webui-mcp-proxy", "--ui-mcp-proxy"),
+        SWITCH,
+        "has_cors_proxy",
+        "fetch any address for whoever reaches /cors-proxy, even one that only this machine reaches",
+        off_names=("--no-ui-mcp-proxy", "--no-webui-mcp-proxy"),
+        default=False,
+        variable="LLAMA_ARG_UI_MCP_PROXY",
+        scope=Scope.GATEWAY,
+        group=_HTTP,
+    ),
+    Flag(
         ("--webui", "--ui"),
         SWITCH,
         "has_ui",

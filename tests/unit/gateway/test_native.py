@@ -255,11 +255,11 @@ async def test_stream_progress_and_timings(client: httpx.AsyncClient, service: F
     async def script(call: Call) -> AsyncIterator[Response]:
         yield started(call, cached=1)
         for processed in (1, 3):
-            yield Response(
-                progress=generation_pb2.Progress(
-                    total_tokens=3, cached_tokens=1, processed_tokens=processed
-                )
+            progress = generation_pb2.Progress(
+                total_tokens=3, cached_tokens=1, processed_tokens=processed
             )
+            progress.elapsed.FromMicroseconds(processed * 400)
+            yield Response(progress=progress)
         yield chunk("a", 5, 1)
         yield finished(call, 1, cached_tokens=1)
 
@@ -273,6 +273,7 @@ async def test_stream_progress_and_timings(client: httpx.AsyncClient, service: F
     assert begin["prompt_progress"] == {"total": 3, "cache": 1, "processed": 1, "time_ms": 0}
     assert (begin["content"], begin["tokens"]) == ("", [0])
     assert (begin["timings"]["prompt_n"], end["timings"]["prompt_n"]) == (0, 2)
+    assert (begin["timings"]["prompt_ms"], end["timings"]["prompt_ms"]) == (0.0, 1.2)
     assert list(begin)[-2:] == ["timings", "prompt_progress"]
     assert (token["timings"]["cache_n"], token["timings"]["predicted_n"]) == (1, 1)
     assert token["timings"]["predicted_per_second"] == 0.0

@@ -13,6 +13,7 @@ from kvarts.v1 import generation_pb2
 
 from service.bridge import Bridge, BridgeHooks
 from service.generation import GenerationServicer
+from service.idle_slots import IdleSlotLog
 from service.interceptors import Fence, Telemetry
 from service.metrics import Metrics
 from tests.contract.serving import GenerateRequest, GenerateResponse, fake_model
@@ -61,7 +62,7 @@ async def bridge() -> AsyncIterator[Bridge]:
 async def served(bridge: Bridge, metrics: Metrics) -> Any:
     """The handler of Generate as the server calls it."""
     inner = grpc.unary_stream_rpc_method_handler(
-        GenerationServicer(bridge, metrics).Generate,
+        GenerationServicer(bridge, metrics, IdleSlotLog(is_on=False)).Generate,
         generation_pb2.GenerateRequest.FromString,
         generation_pb2.GenerateResponse.SerializeToString,
     )
