@@ -204,6 +204,16 @@ def test_pools_that_memory_cannot_hold_are_a_size_out_of_range(tmp_path: Path) -
     refuse(path, InvalidField, "context_tokens: .* memory is out", kv_pages=2**30)
 
 
+def test_banks_that_do_not_fit_beside_weights_and_pools_are_refused_with_the_numbers(
+    tmp_path: Path,
+) -> None:
+    """Before they are made: 256 adapters of rank 512 for a model of a few hundred kilobytes."""
+    path = write_llama(tmp_path / "m.gguf", TinyLlama())
+    message = r"max_adapters: 256 adapters of rank 512 need \d{10} bytes, \d+ of 209715200 are left"
+    changes = {"max_adapters": 256, "max_adapter_rank": 512, "memory_budget": 200 << 20}
+    refuse(path, InvalidField, message, **changes)
+
+
 def test_a_shift_that_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
     path = write_family(tmp_path / "m.gguf", FAMILIES["gemma3"])
     message = r"context_shift.*keys of gemma3 cannot be moved"
