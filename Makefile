@@ -15,7 +15,10 @@ CODE := engine service gateway tests
 PROTOS := $(wildcard proto/kvarts/v1/*.proto)
 KERNELS := $(wildcard engine/kernels/native/*.cc engine/kernels/native/*.h)
 
-.PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize breaking clean
+RELEASE := $(VENV)/release
+
+.PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize breaking \
+	lock sbom audit reproducible clean
 
 setup: $(READY)
 	$(PY) -m service.fetch
@@ -66,7 +69,7 @@ e2e: setup
 bench: setup
 	$(PY) -m tests.bench $(ARGS)
 
-nightly: setup
+nightly: setup audit
 	$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
 
 # 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.
@@ -80,6 +83,31 @@ sanitize: setup
 breaking: $(READY)
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { echo "no tag yet: nothing to compare with"; exit 0; }; \
 	$(BIN)/buf breaking proto --against ".git#tag=$$tag,subdir=proto"
+
+# Tools of releases, in an environment of their own: a bill must not list what wrote it.
+$(RELEASE)/.ready: $(READY)
+	$(PY) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check pip-tools cyclonedx-bom pip-audit
+	touch $@
+
+# Every dependency of a deployment on CPUs, by version and hash.
+lock: $(RELEASE)/.ready
+	$(RELEASE)/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --extra otel \
+		--no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
+		--output-file deploy/requirements.lock pyproject.toml
+
+# A CycloneDX bill of what is installed in the environment.
+sbom: $(RELEASE)/.ready
+	mkdir -p dist
+	$(RELEASE)/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
+		--output-file dist/kvarts.cdx.json $(PY)
+
+audit: $(RELEASE)/.ready
+	$(RELEASE)/bin/pip-audit --require-hashes --disable-pip --requirement deploy/requirements.lock
+
+# The wheel twice, in two folders: the same bytes.
+reproducible: $(READY)
+	$(PY) -m tests.reproducible
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -35,6 +35,7 @@ class EngineCollector(Collector):
         snapshot = self._snapshot()
         yield from _counter_families(snapshot.counters)
         yield _gauge("requests_running", "Generations in a slot.", snapshot.running)
+        yield _gauge("slots", "Generations that can run at once.", len(snapshot.slots))
         yield _gauge("requests_queued", "Generations that wait.", snapshot.queued)
         yield from _adapter_families(snapshot.adapters)
         yield _step_family(snapshot.step_times)

@@ -30,6 +30,9 @@ from engine.types import CancelCause, Snapshot
 from service.engine_metrics import EngineCollector
 
 _SLOT_OPS = ("save", "restore", "erase", "delete")
+# What somebody is woken for.
+_SLOT_FAULTS = ("DISK_FULL", "SLOT_IO", "SLOT_FILE_CORRUPT")
+_REBUILD_FAULTS = ("REBUILD_ROLLED_BACK", "REBUILD_FAILED")
 _RESULTS = "ok, cancelled, or the error's reason"
 # Upper bounds in seconds. Of waits: 2 s is where people stop waiting for a first token, 600 s where
 # a long answer ends. Of gaps: 5 ms is a small model alone, 100 ms the speed of reading.
@@ -74,8 +77,10 @@ class Metrics:
         for cause in CancelCause:
             self._cancelled.labels(cause.value)
         for op in _SLOT_OPS:
-            self._slot_ops.labels(op, "ok")
-        self._rebuilds.labels("ok")
+            for result in ("ok", *_SLOT_FAULTS):
+                self._slot_ops.labels(op, result)
+        for result in ("ok", *_REBUILD_FAULTS):
+            self._rebuilds.labels(result)
         for what in ("certificates", "api_keys"):
             for result in ("ok", "refused"):
                 self._reloads.labels(what, result)

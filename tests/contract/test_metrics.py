@@ -281,6 +281,8 @@ TYPES = {
     "compiles_total": "counter",
     "rebuilds_total": "counter",
     "ready": "gauge",
+    "slots": "gauge",
+    "config_reloads_total": "counter",
     "requests_running": "gauge",
     "requests_queued": "gauge",
     "pool_units": "gauge",
