@@ -97,13 +97,22 @@ class MatrixStack:
         return self.codes, self.scales, self.offsets
 
 
-def qmatmuls(arena: jax.Array, matrices: Sequence[MatrixStack], x: jax.Array) -> list[jax.Array]:
+def qmatmuls(
+    arena: jax.Array,
+    matrices: Sequence[MatrixStack],
+    x: jax.Array,
+    *,
+    live: jax.Array | None = None,
+    is_fine: bool = False,
+) -> list[jax.Array]:
     """Returns `x @ W.T` for several matrices with one input.
 
     Args:
         arena: uint8 [blocks, 64].
         matrices: Single matrices (scalar offsets) of the same `cols`.
         x: f32 [N, cols]; the native kernels quantise it once, to 8 bit in groups of 32.
+        live: int32 [N], negative for rows of padding, whose products mean nothing; None: all count.
+        is_fine: Whether native kernels take 16 bits instead, at nearly twice the arithmetic.
 
     Returns:
         f32 [N, rows] each.
@@ -116,13 +125,15 @@ def qmatmuls(arena: jax.Array, matrices: Sequence[MatrixStack], x: jax.Array) ->
         entries.append(jnp.stack([matrix.kind + len(layouts), *matrix.planes]))
         layouts += matrix.layouts
     rows = [matrix.rows for matrix in matrices]
-    y = native.qmatmul(arena, jnp.stack(entries), x, rows, layouts)
+    y = native.qmatmul(arena, jnp.stack(entries), x, rows, layouts, live=live, is_fine=is_fine)
     return jnp.split(y, np.cumsum(rows)[:-1].tolist(), axis=-1)
 
 
-def qmatmul(arena: jax.Array, matrix: MatrixStack, x: jax.Array) -> jax.Array:
+def qmatmul(
+    arena: jax.Array, matrix: MatrixStack, x: jax.Array, *, live: jax.Array | None = None
+) -> jax.Array:
     """Returns `x @ W.T` for one matrix, see `qmatmuls`."""
-    return qmatmuls(arena, [matrix], x)[0]
+    return qmatmuls(arena, [matrix], x, live=live)[0]
 
 
 def expert_products(

@@ -87,9 +87,16 @@ class Products:
         names: tuple[str, ...],
         x: jax.Array,
         biases: frozenset[str] = frozenset(),
+        *,
+        is_fine: bool = False,
     ) -> list[jax.Array]:
-        """Projections of one input, f32 [N, rows] each; matrices in `biases` add theirs."""
-        products = qmatmuls(self.weights.arena, [cast(MatrixStack, own[n]) for n in names], x)
+        """Projections of one input, f32 [N, rows] each; matrices in `biases` add theirs.
+
+        `is_fine`: see `qmatmuls`.
+        """
+        matrices = [cast(MatrixStack, own[name]) for name in names]
+        live = self.step.positions
+        products = qmatmuls(self.weights.arena, matrices, x, live=live, is_fine=is_fine)
         products = self.adapted(names, x, products)
         return [
             y + vector(own, f"{name}.bias") if name in biases else y

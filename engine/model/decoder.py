@@ -120,7 +120,8 @@ def _head(context: Context, x: jax.Array) -> jax.Array:
     spec, weights = context.spec, context.weights
     last = context.norm(x[context.step.outputs], vector(weights.globals, spec.output_norm))
     head = weights.globals["token_embd" if spec.tied_head else "output"]
-    logits = qmatmul(weights.arena, cast(MatrixStack, head), last)
+    live = context.step.positions[context.step.outputs]
+    logits = qmatmul(weights.arena, cast(MatrixStack, head), last, live=live)
     if not spec.tied_head:
         # What adapters change of a tied embedding is its rows as inputs, not as outputs.
         (logits,) = context.adapted(("output",), last, [logits])

@@ -61,13 +61,14 @@ def project(
     """Queries, keys and values before rope, f32 [N, heads, head_dim], and a gate of the result."""
     dim, gate = mixer.head_dim, None
     if mixer.is_fused:
-        fused = context.linear(own, "attn_qkv", x, mixer.biases)
+        (fused,) = context.linears(own, ("attn_qkv",), x, mixer.biases, is_fine=True)
         first = mixer.num_heads * dim
         second = first + mixer.num_kv_heads * dim
         queries, keys, values = jnp.split(fused, [first, second], axis=-1)
     else:
         names = ("attn_q", "attn_k", "attn_v")
-        queries, keys, values = context.linears(own, names, x, mixer.biases)
+        # Scores go into an exponential: what is rounded here is most of what a step gets wrong.
+        queries, keys, values = context.linears(own, names, x, mixer.biases, is_fine=True)
     if mixer.has_gate:
         by_head = queries.reshape(-1, mixer.num_heads, 2, dim)
         queries, gate = by_head[:, :, 0], by_head[:, :, 1].reshape(len(x), -1)

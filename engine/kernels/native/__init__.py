@@ -76,14 +76,20 @@ def qmatmul(
     x: jax.Array,
     rows: Sequence[int],
     layouts: Sequence[Layout],
+    *,
+    live: jax.Array | None = None,
+    is_fine: bool = False,
 ) -> jax.Array:
     """Returns `x @ W.T` of several matrices side by side, f32 [N, sum(rows)].
 
-    `table` is int32 [matrices, 4]: index into `layouts`, blocks of codes, scales and offsets.
+    `table` is int32 [matrices, 4]: index into `layouts`, blocks of codes, scales and offsets. Rows
+    with a negative number in `live`, int32 [N], are padding: they cost nothing and become 0.
     """
     result = jax.ShapeDtypeStruct((x.shape[0], sum(rows)), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_qmatmul", result)
-    return call(arena, table, x, rows=np.array(rows, np.int64), layouts=described(layouts))
+    marks = jnp.zeros(0, jnp.int32) if live is None else live
+    attributes = {"rows": np.array(rows, np.int64), "layouts": described(layouts)}
+    return call(arena, table, x, marks, **attributes, is_fine=is_fine)
 
 
 def gather_rows(

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "activations.h"
 #include "expert_cache.h"
 #include "handlers.h"
 #include "parallel.h"
@@ -41,42 +42,6 @@ struct Piece {
   float* y;
   int64_t first_tile;
 };
-
-// Activations of a run of rows.
-Activations rows_of(const Activations& a, int64_t first, int64_t num) {
-  const int64_t groups = a.cols / 32;
-  return {num,
-          a.cols,
-          a.x + first * a.cols,
-          a.codes + first * a.cols,
-          a.scales + first * groups,
-          a.sums + first * groups * 2};
-}
-
-// Memory for the activations of `num` rows, not zeroed; `x` only where it is asked for.
-struct ActivationMemory {
-  ActivationMemory(int64_t num, int64_t cols, bool has_x)
-      : x(has_x ? new float[num * cols] : nullptr),
-        codes(new int8_t[num * cols]),
-        scales(new float[num * (cols / 32)]),
-        sums(new int32_t[num * (cols / 32) * 2]) {}
-  Activations view(int64_t num, int64_t cols, const float* given) const {
-    return {num, cols, x ? x.get() : given, codes.get(), scales.get(), sums.get()};
-  }
-  std::unique_ptr<float[]> x;
-  std::unique_ptr<int8_t[]> codes;
-  std::unique_ptr<float[]> scales;
-  std::unique_ptr<int32_t[]> sums;
-};
-
-void copy_row(const Activations& from, int64_t row, const Activations& to, int64_t at, bool has_x, bool has_codes) {
-  const int64_t cols = from.cols, groups = cols / 32;
-  if (has_x) std::memcpy(const_cast<float*>(to.x) + at * cols, from.x + row * cols, cols * sizeof(float));
-  if (!has_codes) return;
-  std::memcpy(to.codes + at * cols, from.codes + row * cols, cols);
-  std::memcpy(to.scales + at * groups, from.scales + row * groups, groups * sizeof(float));
-  std::memcpy(to.sums + at * groups * 2, from.sums + row * groups * 2, groups * 2 * sizeof(int32_t));
-}
 
 using Table = ffi::BufferR2<ffi::S32>;
 

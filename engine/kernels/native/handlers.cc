@@ -13,6 +13,7 @@
 #include <sys/auxv.h>
 #endif
 
+#include "activations.h"
 #include "handlers.h"
 #include "parallel.h"
 
@@ -88,20 +89,44 @@ ffi::Error Gather(Bytes arena, ffi::BufferR1<ffi::S32> entry, ffi::BufferR1<ffi:
   return ffi::Error::Success();
 }
 
-// `layouts` has (kind, number, group, has_offset, bound) per layout that the matrices may have; `table`
-// per matrix (layout, codes, scales, offsets), the planes as 64-byte blocks of the arena.
-ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> table, ffi::BufferR2<ffi::F32> x,
-                   ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows, Layouts layouts) try {
-  const int64_t num = x.dimensions()[0], cols = x.dimensions()[1], stride = y->dimensions()[1];
-  const Kernels& kernels = chosen();
-  if (table.element_count() != 4 * rows.size() || y->dimensions()[0] != num) return invalid("qmatmul: shapes differ");
-  const int64_t groups = cols / 32;
-  // Not zeroed: they are as large as the activations.
-  std::unique_ptr<int8_t[]> codes(new int8_t[num * cols]);
-  std::unique_ptr<float[]> scales(new float[num * groups]);
-  std::unique_ptr<int32_t[]> sums(new int32_t[num * groups * 2]);
-  const Activations a{num, cols, x.typed_data(), codes.get(), scales.get(), sums.get()};
+// Rows [first, first + num).
+struct Run {
+  int64_t first, num;
+};
 
+// Where neighbours have a mark that is not negative; all of `num` rows where there are no marks.
+std::vector<Run> live_runs(ffi::BufferR1<ffi::S32> marks, int64_t num) {
+  if (!marks.element_count()) return {{0, num}};
+  std::vector<Run> runs;
+  for (int64_t n = 0; n < num; ++n) {
+    if (marks.typed_data()[n] < 0) continue;
+    if (runs.empty() || runs.back().first + runs.back().num < n) runs.push_back({n, 0});
+    ++runs.back().num;
+  }
+  return runs;
+}
+
+// All that is in no run becomes 0.
+void clear_others(const std::vector<Run>& runs, int64_t num, int64_t stride, float* y) {
+  int64_t at = 0;
+  for (const Run& run : runs) {
+    std::memset(y + at * stride, 0, (run.first - at) * stride * sizeof(float));
+    at = run.first + run.num;
+  }
+  std::memset(y + at * stride, 0, (num - at) * stride * sizeof(float));
+}
+
+// `layouts` has (kind, number, group, has_offset, bound) per layout that the matrices may have; `table`
+// per matrix (layout, codes, scales, offsets), the planes as 64-byte blocks of the arena. Rows whose mark
+// in `live` is negative are padding, whose products are 0; no marks: no padding.
+ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> table, ffi::BufferR2<ffi::F32> x,
+                   ffi::BufferR1<ffi::S32> live, ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows,
+                   Layouts layouts, bool is_fine) try {
+  const int64_t num = x.dimensions()[0], cols = x.dimensions()[1], stride = y->dimensions()[1];
+  const int64_t num_marks = live.element_count();
+  const Kernels& kernels = chosen();
+  if (table.element_count() != 4 * rows.size() || y->dimensions()[0] != num || (num_marks && num_marks != num))
+    return invalid("qmatmul: shapes differ");
   std::vector<Matrix> matrices;
   std::vector<int64_t> first_tiles, outs;
   int64_t tiles = 0, out = 0;
@@ -117,24 +142,35 @@ ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> ta
     out += rows[i];
   }
   if (out != stride) return invalid("qmatmul: shapes differ");
+
+  const std::vector<Run> runs = live_runs(live, num);
+  int64_t num_live = 0;
+  for (const Run& run : runs) num_live += run.num;
+  float* result = y->typed_data();
+  clear_others(runs, num, stride, result);
+  const ActivationMemory memory(num, cols, false, is_fine);
+  const Activations a = memory.view(num, cols, x.typed_data());
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  if (is_quantised) {
-    const int64_t grain = num * cols < kWorthSharing ? num : num / (4 * threads);
-    parallel_for(pool, num, grain, [a, &kernels](int64_t f, int64_t e) noexcept { kernels.quantise(a, f, e); });
+  for (const Run& run : runs) {
+    if (!is_quantised) break;
+    const int64_t grain = run.num * cols < kWorthSharing ? run.num : run.num / (4 * threads);
+    const Activations own = rows_of(a, run.first, run.num);
+    parallel_for(pool, run.num, grain, [own, &kernels](int64_t f, int64_t e) noexcept { kernels.quantise(own, f, e); });
   }
-  const bool is_small = num * cols * tiles * kTile < kWorthSharing;
+  const bool is_small = num_live * cols * tiles * kTile < kWorthSharing;
   // Pieces that fit the second cache together with a block of tokens, and enough of them to balance.
   const int64_t grain = is_small ? tiles : std::clamp<int64_t>(tiles / (8 * threads), 1, std::max<int64_t>(1, (1 << 20) / (cols * kTile)));
-  float* result = y->typed_data();
-  const auto run = [&matrices, &first_tiles, &outs, a, result, stride, &kernels](int64_t first, int64_t end) noexcept {
+  const auto multiply = [&matrices, &first_tiles, &outs, &runs, a, result, stride, &kernels](int64_t first, int64_t end) noexcept {
     for (size_t i = 0; i < matrices.size(); ++i) {
       const Matrix& m = matrices[i];
       const int64_t own = (m.rows + kTile - 1) / kTile;
       const int64_t from = std::max<int64_t>(0, first - first_tiles[i]), to = std::min(own, end - first_tiles[i]);
-      if (from < to) kernels.product(m, a, from, to, result + outs[i], stride);
+      if (from >= to) continue;
+      for (const Run& run : runs)
+        kernels.product(m, rows_of(a, run.first, run.num), from, to, result + run.first * stride + outs[i], stride);
     }
   };
-  parallel_for(pool, tiles, grain, run);
+  parallel_for(pool, tiles, grain, multiply);
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return out_of_memory();
@@ -298,9 +334,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_qmatmul, kvarts::QMatmul,
                                   .Arg<kvarts::Bytes>()
                                   .Arg<ffi::BufferR2<ffi::S32>>()
                                   .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<ffi::Span<const int64_t>>("rows")
-                                  .Attr<ffi::Span<const int64_t>>("layouts"));
+                                  .Attr<ffi::Span<const int64_t>>("layouts")
+                                  .Attr<bool>("is_fine"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_gather, kvarts::Gather,
                               ffi::Ffi::Bind()

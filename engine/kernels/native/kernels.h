@@ -62,13 +62,16 @@ struct Matrix {
   const uint8_t* offsets;
 };
 
-// Activations of a step, quantised once: int8 in groups of 32 columns.
+// Activations of a step, quantised once: int8 in groups of kActivationGroup columns. Fine ones are in 16
+// bits, 256 * codes + fine_codes.
+constexpr int64_t kActivationGroup = 32;
 struct Activations {
   int64_t num, cols;
-  const float* x;        // [num, cols]
-  int8_t* codes;         // [num, cols]
-  float* scales;         // [num, cols / 32]
-  int32_t* sums;         // [num, cols / 16], sums of codes of half groups
+  const float* x;      // [num, cols]
+  int8_t* codes;       // [num, cols]
+  int8_t* fine_codes;  // [num, cols], or null
+  float* scales;       // [num, cols / kActivationGroup]
+  int32_t* sums;       // [num, cols / kActivationGroup * 2], sums of (fine) codes of half groups
 };
 
 // Root-mean-square norm of rows: y = x / sqrt(mean(x * x) + epsilon) * weight.

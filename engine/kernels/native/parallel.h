@@ -42,33 +42,50 @@ void parallel_for(xla::ffi::ThreadPool pool, int64_t count, int64_t grain, Fn fn
     if (count > 0) fn(0, count);
     return;
   }
+  // Each thread has a stretch of neighbouring pieces, whose memory the processor can fetch ahead, and
+  // takes from the others' when its own is done.
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
   struct State {
-    State(Fn fn, int64_t count, int64_t grain, int64_t pieces)
-        : fn(std::move(fn)), count(count), grain(grain), pieces(pieces) {}
+    State(Fn fn, int64_t count, int64_t grain, int64_t pieces, int64_t threads)
+        : fn(std::move(fn)), count(count), grain(grain), pieces(pieces), threads(threads), stretches(new Stretch[threads]) {
+      for (int64_t i = 0; i < threads; ++i) {
+        stretches[i].next = pieces * i / threads;
+        stretches[i].end = pieces * (i + 1) / threads;
+      }
+    }
     Fn fn;
-    const int64_t count, grain, pieces;
-    std::atomic<int64_t> next{0}, done{0};
+    const int64_t count, grain, pieces, threads;
+    std::unique_ptr<Stretch[]> stretches;
+    std::atomic<int64_t> done{0};
     std::mutex mutex;
     std::condition_variable all_done;
 
-    void work() {
-      for (int64_t piece; (piece = next.fetch_add(1)) < pieces;) {
-        fn(piece * grain, std::min(count, (piece + 1) * grain));
-        if (done.fetch_add(1) + 1 == pieces) {
-          std::lock_guard<std::mutex> lock(mutex);
-          all_done.notify_one();
-        }
+    void work(int64_t thread) {
+      for (int64_t i = 0; i < threads; ++i) {
+        Stretch& stretch = stretches[(thread + i) % threads];
+        for (int64_t piece; (piece = stretch.next.fetch_add(1)) < stretch.end;) run(piece);
+      }
+    }
+
+    void run(int64_t piece) {
+      fn(piece * grain, std::min(count, (piece + 1) * grain));
+      if (done.fetch_add(1) + 1 == pieces) {
+        std::lock_guard<std::mutex> lock(mutex);
+        all_done.notify_one();
       }
     }
   };
   // Shared: a helper may wake after the caller has returned.
-  auto state = std::make_shared<State>(std::move(fn), count, grain, pieces);
+  auto state = std::make_shared<State>(std::move(fn), count, grain, pieces, helpers + 1);
   try {
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->work(); });
+    for (int64_t i = 1; i <= helpers; ++i) pool.Schedule([state, i] { state->work(i); });
   } catch (const std::bad_alloc&) {
     // Those that were scheduled share the work, the caller does the rest.
   }
-  state->work();
+  state->work(0);
   for (int spin = 0; spin < kSpins && state->done.load() < pieces; ++spin) relax();
   if (state->done.load() == pieces) return;
   std::unique_lock<std::mutex> lock(state->mutex);

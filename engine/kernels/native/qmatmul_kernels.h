@@ -11,43 +11,55 @@ namespace kvarts {
 namespace KVARTS_ISA {
 
 constexpr int64_t kTile = 16;
-constexpr int64_t kGroup = 32;   // of activations
+constexpr int64_t kGroup = kActivationGroup;
 constexpr int kBlock = kLanes == 16 ? 8 : 4;  // tokens that share one pass over a tile
 constexpr int kParts = kTile / kLanes;
+
+// How far ahead of their use codes are asked for, in bytes. The processor's own guesses end with each 4 KiB
+// page and leave a third to a half of the memory's rate unused.
+constexpr int64_t kAhead = 4096;
 
 // 127 over a magnitude below this is no finite number: such a group is as good as zero.
 constexpr float kLeast = 0x1p-120f;
 
-// A group of 32 becomes codes of round(x * (127 / most)), half to even, and the scale most / 127.
-// One with a value that is not finite gets a scale that is not either, so that its products show it.
+// Adding 1.5 * 2^23 rounds to a whole number, half to even, and leaves it in the low bits.
+inline I32 rounded(F32 x) { return (I32)(x + 12582912.0f) - 0x4b400000; }
+
+// A group becomes codes of round(x * (127 / most)), half to even, and the scale most / 127; fine codes are
+// what that leaves, in 256ths, up to 127. A group with a value that is not finite gets a scale that is not either,
+// so that its products show it.
 inline void quantise(const Activations& a, int64_t first, int64_t end) {
   const int64_t groups = a.cols / kGroup;
-  for (int64_t n = first; n < end; ++n) {
-    for (int64_t g = 0; g < groups; ++g) {
-      const float* x = a.x + n * a.cols + g * kGroup;
-      int8_t* q = a.codes + n * a.cols + g * kGroup;
-      I32 bits = {};  // of the largest magnitude: they order as the numbers do, NaN above all
-      for (int i = 0; i < kGroup; i += kLanes) {
-        const I32 magnitude = load<I32>(x + i) & 0x7fffffff;
-        bits = magnitude > bits ? magnitude : bits;
-      }
-      int32_t most_bits = 0;
-      for (int i = 0; i < kLanes; ++i) most_bits = std::max(most_bits, bits[i]);
-      const float most = load<float>(&most_bits);
-      const bool is_finite = most_bits < 0x7f800000;
-      const float inverse = is_finite && most >= kLeast ? 127.0f / most : 0.0f;
-      for (int half = 0; half < 2; ++half) {
-        I32 total = {};
-        for (int i = 16 * half; i < 16 * (half + 1); i += kLanes) {
-          // Adding 1.5 * 2^23 rounds to a whole number, half to even, and leaves it in the low bits.
-          const I32 v = is_finite ? (I32)(load<F32>(x + i) * inverse + 12582912.0f) - 0x4b400000 : I32{};
-          store_bytes(q + i, v);
-          total += v;
-        }
-        a.sums[(n * groups + g) * 2 + half] = sum(total);
-      }
-      a.scales[n * groups + g] = is_finite ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
+  for (int64_t at = first * groups; at < end * groups; ++at) {
+    const float* x = a.x + at * kGroup;
+    I32 bits = {};  // of the largest magnitude: they order as the numbers do, NaN above all
+    for (int i = 0; i < kGroup; i += kLanes) {
+      const I32 magnitude = load<I32>(x + i) & 0x7fffffff;
+      bits = magnitude > bits ? magnitude : bits;
     }
+    int32_t most_bits = 0;
+    for (int i = 0; i < kLanes; ++i) most_bits = std::max(most_bits, bits[i]);
+    const float most = load<float>(&most_bits);
+    const bool is_finite = most_bits < 0x7f800000;
+    const float inverse = is_finite && most >= kLeast ? 127.0f / most : 0.0f;
+    for (int half = 0; half < 2; ++half) {
+      I32 total = {};
+      for (int i = 16 * half; i < 16 * (half + 1); i += kLanes) {
+        const F32 exact = load<F32>(x + i) * inverse;
+        const I32 code = is_finite ? rounded(exact) : I32{};
+        store_bytes(a.codes + at * kGroup + i, code);
+        total += code;
+        if (!a.fine_codes) continue;
+        const I32 rest = is_finite ? rounded((exact - to_f32(code)) * 256.0f) : I32{};
+        // -128 has no opposite among bytes, which some instruction sets need.
+        const I32 most_fine = I32{} + 127, low = rest > 127 ? most_fine : rest, fine = low < -127 ? -most_fine : low;
+        store_bytes(a.fine_codes + at * kGroup + i, fine);
+        total += 255 * code + fine;
+      }
+      a.sums[2 * at + half] = sum(total);
+    }
+    const float scale = a.fine_codes ? most / 127.0f / 256.0f : most / 127.0f;
+    a.scales[at] = is_finite ? scale : std::numeric_limits<float>::quiet_NaN();
   }
 }
 
@@ -75,6 +87,43 @@ inline F32 load_numbers(const uint8_t* plane, int64_t cols, int64_t tile, int64_
   }
 }
 
+// Adds the products of one group of a part of a tile with the codes of T tokens.
+template <size_t I, int T>
+inline void add_group(const uint8_t* codes, const int8_t* x, int64_t cols, I32* sum) {
+  constexpr Kind K = kFormats[I].kind;
+  constexpr int G = kFormats[I].group;
+  constexpr bool kIsSmall = kFormats[I].bound * G <= 512;          // see `add`
+  constexpr int kRuns = (K == Kind::kQ8 ? 16 * G : 8 * G) / 64;  // of 16 rows x 4 columns
+  for (int j = 0; j < kRuns; ++j) {
+    const U8 code = load<U8>(codes + 64 * j);
+    const auto at = [&](int t) { return x + t * cols + 4 * j; };
+    if constexpr (K == Kind::kQ8) {
+      const Codes whole = signed_codes(code);
+      for (int t = 0; t < T; ++t) sum[t] = add<kIsSmall>(sum[t], whole, four(at(t)));
+    } else if constexpr (K == Kind::kQ4) {
+      const U8 low = code & 15, high = code >> 4;
+      for (int t = 0; t < T; ++t) {
+        sum[t] = add_low(sum[t], low, four(at(t)));
+        sum[t] = add_low(sum[t], high, four(at(t) + G / 2));
+      }
+    } else {
+      constexpr const uint8_t* table = K == Kind::kIq4 ? kIq4Values : kMx4Values;
+      const Codes low = signed_codes(lookup(table, code & 15)), high = signed_codes(lookup(table, code >> 4));
+      for (int t = 0; t < T; ++t) {
+        sum[t] = add<kIsSmall>(sum[t], low, four(at(t)));
+        sum[t] = add<kIsSmall>(sum[t], high, four(at(t) + G / 2));
+      }
+    }
+  }
+}
+
+// Turns what `add_group` left into exact sums.
+template <size_t I, int T>
+inline void finish_group(I32* sum) {
+  constexpr bool kIsSmall = kFormats[I].bound * kFormats[I].group <= 512;
+  for (int t = 0; t < T; ++t) sum[t] = kFormats[I].kind == Kind::kQ4 ? finish_low(sum[t]) : finish<kIsSmall>(sum[t]);
+}
+
 // One part of a tile, T tokens, of a matrix of format I. The sums of a group are exact integers and
 // groups are added in order, one multiply-add each, so the result depends neither on T nor on the
 // register's size.
@@ -85,39 +134,29 @@ inline void part_product(const Matrix& m, const Activations& a, int64_t tile, in
   constexpr Float F = kFormats[I].number;
   constexpr int G = kFormats[I].group;
   constexpr bool O = kFormats[I].has_offset;
-  constexpr bool kIsSmall = kFormats[I].bound * G <= 512;  // see `add`
   constexpr int kBytes = K == Kind::kQ8 ? 16 * G : 8 * G;  // of a tile and group
-  constexpr int kRuns = kBytes / 64;                       // of 16 rows x 4 columns
   const int64_t groups = m.cols / G, x_groups = m.cols / kGroup;
   const uint8_t* codes = m.codes + tile * groups * kBytes + part * 4 * kLanes;
   const int8_t* x = a.codes + token * a.cols;
+  const int8_t* fine = a.fine_codes ? a.fine_codes + token * a.cols : nullptr;
   F32 acc[T];
   for (int t = 0; t < T; ++t) acc[t] = F32{};
-  for (int64_t g = 0; g < groups; ++g, codes += kBytes, x += G) {
+  for (int64_t g = 0; g < groups; ++g, codes += kBytes) {
+    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(codes + kAhead + line);
     I32 sum[T];
     for (int t = 0; t < T; ++t) sum[t] = I32{};
-    for (int j = 0; j < kRuns; ++j) {
-      const U8 code = load<U8>(codes + 64 * j);
-      const auto at = [&](int t) { return x + t * a.cols + 4 * j; };
-      if constexpr (K == Kind::kQ8) {
-        const Codes whole = signed_codes(code);
-        for (int t = 0; t < T; ++t) sum[t] = add<kIsSmall>(sum[t], whole, four(at(t)));
-      } else if constexpr (K == Kind::kQ4) {
-        const U8 low = code & 15, high = code >> 4;
-        for (int t = 0; t < T; ++t) {
-          sum[t] = add_low(sum[t], low, four(at(t)));
-          sum[t] = add_low(sum[t], high, four(at(t) + G / 2));
-        }
-      } else {
-        constexpr const uint8_t* table = K == Kind::kIq4 ? kIq4Values : kMx4Values;
-        const Codes low = signed_codes(lookup(table, code & 15)), high = signed_codes(lookup(table, code >> 4));
-        for (int t = 0; t < T; ++t) {
-          sum[t] = add<kIsSmall>(sum[t], low, four(at(t)));
-          sum[t] = add<kIsSmall>(sum[t], high, four(at(t) + G / 2));
-        }
+    add_group<I, T>(codes, x + g * G, a.cols, sum);
+    finish_group<I, T>(sum);
+    if (fine) {
+      I32 coarse[T];
+      for (int t = 0; t < T; ++t) {
+        coarse[t] = 256 * sum[t];
+        sum[t] = kSumsAreExact ? coarse[t] : I32{};
       }
+      add_group<I, T>(codes, fine + g * G, a.cols, sum);
+      finish_group<I, T>(sum);
+      for (int t = 0; !kSumsAreExact && t < T; ++t) sum[t] += coarse[t];
     }
-    for (int t = 0; t < T; ++t) sum[t] = K == Kind::kQ4 ? finish_low(sum[t]) : finish<kIsSmall>(sum[t]);
     const F32 scale = load_numbers<F, G>(m.scales, m.cols, tile, g, part);
     F32 offset;
     if constexpr (O) offset = load_numbers<F, G>(m.offsets, m.cols, tile, g, part);
@@ -125,7 +164,7 @@ inline void part_product(const Matrix& m, const Activations& a, int64_t tile, in
       const int64_t xg = (token + t) * x_groups + g * G / kGroup;
       const float x_scale = a.scales[xg] * kScaleUnit<F>;
       const int32_t* halves = a.sums + 2 * xg;
-      const int32_t x_sum = G == 32 ? halves[0] + halves[1] : halves[g & 1];
+      const int32_t x_sum = G == kGroup ? halves[0] + halves[1] : halves[g & 1];
       if constexpr (K != Kind::kQ4 && kIsPlus128) sum[t] -= 128 * x_sum;
       acc[t] = fma(scale * x_scale, to_f32(sum[t]), acc[t]);
       if constexpr (O) acc[t] = fma(offset, splat(x_scale * (float)x_sum), acc[t]);

@@ -155,8 +155,9 @@ inline Four four(const int8_t* x) { return x; }
 // `finish` turns an accumulator of one group into its exact sums. kSmall: a group's number of
 // columns times its largest magnitude is at most 512.
 // kIsPlus128: `add` leaves the 128 in; 128 times the sum of x is to be taken off.
+// kSumsAreExact: accumulators are exact sums all along, and `finish` does nothing.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr bool kIsPlus128 = true;
+constexpr bool kIsPlus128 = true, kSumsAreExact = true;
 typedef U8 Codes;
 inline Codes signed_codes(U8 stored) { return stored; }
 inline I32 add_low(I32 acc, U8 codes, Four x) {
@@ -173,7 +174,7 @@ template <bool kSmall>
 inline I32 finish(I32 acc) { return acc; }
 
 #elif defined(__AVX2__)
-constexpr bool kIsPlus128 = false;
+constexpr bool kIsPlus128 = false, kSumsAreExact = false;
 struct Codes {
   __m256i values, magnitudes;
 };
@@ -198,7 +199,7 @@ template <bool kSmall>
 inline I32 finish(I32 acc) { return kSmall ? finish_low(acc) : acc; }
 
 #else
-constexpr bool kIsPlus128 = false;
+constexpr bool kIsPlus128 = false, kSumsAreExact = true;
 typedef int8_t Codes __attribute__((vector_size(4 * kLanes)));
 inline Codes signed_codes(U8 stored) { return (Codes)(stored ^ 0x80); }
 #if defined(__ARM_FEATURE_DOTPROD)

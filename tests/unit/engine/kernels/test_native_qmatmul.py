@@ -1,14 +1,14 @@
 """Native products against their definition in float64, and against themselves bit by bit.
 
-Definition: x is quantised in groups of 32 columns, its products with a matrix are those of the
-decoded matrix with the decoded activations. Dense matrices take x as it is.
+Definition: x is quantised in groups of 32 columns, to 8 or (fine) to 16 bits; its products with a
+matrix are those of the decoded matrix with the decoded activations. Dense matrices take x as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,11 @@ ODD_SHAPES = [(1, 1), (5, 15), (33, 17), (50, 47), (700, 515)]
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
+Marks = Sequence[int]
 
 products = jitted(qmatmul.qmatmuls)
+fine_products = jitted(partial(qmatmul.qmatmuls, is_fine=True))
+both_precisions = pytest.mark.parametrize("is_fine", [False, True], ids=["8-bit", "16-bit"])
 gather = jitted(gather_rows)
 
 
@@ -72,10 +75,14 @@ class Case:
     def one(self, name: str) -> MatrixStack:
         return self.stack(name).single()
 
-    def products(self, names: Sequence[str], x: Float32) -> list[Float32]:
+    def products(
+        self, names: Sequence[str], x: Float32, *, is_fine: bool = False, live: Marks | None = None
+    ) -> list[Float32]:
         """One native call for all of them."""
         matrices = [self.one(name) for name in names]
-        return [np.asarray(y) for y in products(self.arena, matrices, jnp.asarray(x))]
+        marks = None if live is None else jnp.asarray(live, jnp.int32)
+        call = fine_products if is_fine else products
+        return [np.asarray(y) for y in call(self.arena, matrices, jnp.asarray(x), live=marks)]
 
     def product(self, name: str, x: Float32) -> Float32:
         return self.products([name], x)[0]
@@ -100,21 +107,31 @@ def inputs(num: int, cols: int, seed: int = 0) -> Float32:
     return np.random.default_rng(seed).standard_normal((num, cols), np.float32)
 
 
-def decoded_activations(x: Float32) -> Float64:
-    """What the products see of x: per group of 32, codes round(x * (127 / most)), half to even."""
+def decoded_activations(x: Float32, *, is_fine: bool = False) -> Float64:
+    """What the products see of x: per group of 32, codes round(x * (127 / most)), half to even.
+
+    Fine ones see what that leaves too, in 256ths of a code, up to 127.
+    """
     groups = x.reshape(len(x), -1, 32)
     most = np.abs(groups).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
-    codes = np.rint(groups * inverse)
+    exact = groups * inverse
+    codes = np.rint(exact)
     assert np.abs(codes).max() <= 127
     scale = most / np.float32(127)
+    if is_fine:
+        scale = scale / np.float32(256)
+        codes = 256 * codes + np.clip(np.rint((exact - codes) * np.float32(256)), -127, 127)
     return (codes.astype(np.float64) * scale).reshape(x.shape)
 
 
-def assert_products(case: Case, name: str, x: Float32, result: Float32) -> None:
+def assert_products(
+    case: Case, name: str, x: Float32, result: Float32, *, is_fine: bool = False
+) -> None:
     layout = case.packed.matrices[name].layout
     weights = case.packed.values[name].astype(np.float64)
-    wide = x.astype(np.float64) if layout.kind == "dense" else decoded_activations(x)
+    is_dense = layout.kind == "dense"
+    wide = x.astype(np.float64) if is_dense else decoded_activations(x, is_fine=is_fine)
     assert result.shape == (len(x), len(weights))
     assert result.dtype == np.float32
     # A code and its offset are two terms, which nearly cancel in some layouts.
@@ -126,15 +143,45 @@ def assert_products(case: Case, name: str, x: Float32, result: Float32) -> None:
     assert (error <= TOLERANCE * magnitude + FLOOR).all(), f"{name}: {worst:.1e}"
 
 
+@both_precisions
 @pytest.mark.parametrize("num", NUMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_products_are_those_of_the_decoded_matrix_and_activations(
-    every_layout: Case, num: int, shape: tuple[int, int]
+    every_layout: Case, num: int, shape: tuple[int, int], is_fine: bool
 ) -> None:
     names = [named(layout, *shape) for layout in LAYOUTS]
     x = inputs(num, shape[1])
-    for name, result in zip(names, every_layout.products(names, x), strict=True):
-        assert_products(every_layout, name, x, result)
+    results = every_layout.products(names, x, is_fine=is_fine)
+    for name, result in zip(names, results, strict=True):
+        assert_products(every_layout, name, x, result, is_fine=is_fine)
+
+
+def test_16_bits_are_a_hundred_times_nearer_to_the_inputs(every_layout: Case) -> None:
+    names = [named(layout, 531, 512) for layout in QUANTISED]
+    x = inputs(9, 512)
+    for name in names:
+        exact = x.astype(np.float64) @ every_layout.packed.values[name].astype(np.float64).T
+        coarse, fine = (
+            np.square(every_layout.products([name], x, is_fine=is_fine)[0] - exact).mean()
+            for is_fine in (False, True)
+        )
+        assert 1e4 * fine < coarse, name
+
+
+@both_precisions
+@settings(max_examples=30)
+@given(data=st.data())
+def test_padding_is_zero_and_changes_nothing(
+    every_layout: Case, data: st.DataObject, is_fine: bool
+) -> None:
+    names = [named(layout, 50, 320) for layout in LAYOUTS]
+    live = data.draw(st.lists(st.sampled_from([-1, 0, 7]), min_size=1, max_size=24))
+    is_live = np.array(live) >= 0
+    x = inputs(len(live), 320)
+    results = every_layout.products(names, np.where(is_live[:, None], x, np.nan), live=live)
+    for result, whole in zip(results, every_layout.products(names, x), strict=True):
+        np.testing.assert_array_equal(result[is_live], whole[is_live])
+        assert not result[~is_live].any()
 
 
 @pytest.mark.parametrize("num", NUMS)
@@ -148,30 +195,34 @@ def test_a_dense_matrix_has_any_number_of_columns(
         assert_products(every_layout, name, x, result)
 
 
+@both_precisions
 @pytest.mark.parametrize("name", instruction_sets())
-def test_every_instruction_set_meets_the_definition(every_layout: Case, name: str) -> None:
+def test_every_instruction_set_meets_the_definition(
+    every_layout: Case, name: str, is_fine: bool
+) -> None:
     names = [named(layout, 50, 320) for layout in LAYOUTS]
     x = inputs(9, 320)
     with instructions(name):
-        results = every_layout.products(names, x)
+        results = every_layout.products(names, x, is_fine=is_fine)
     for matrix, result in zip(names, results, strict=True):
-        assert_products(every_layout, matrix, x, result)
+        assert_products(every_layout, matrix, x, result, is_fine=is_fine)
 
 
+@both_precisions
 @pytest.mark.parametrize(
     "shape", [*SHAPES, *ODD_SHAPES], ids=lambda shape: f"{shape[0]}x{shape[1]}"
 )
 def test_every_bit_is_the_same_alone_in_company_and_on_every_instruction_set(
-    every_layout: Case, shape: tuple[int, int]
+    every_layout: Case, shape: tuple[int, int], is_fine: bool
 ) -> None:
     layouts = LAYOUTS if shape in SHAPES else DENSE
     names = [named(layout, *shape) for layout in layouts]
     x = inputs(40, shape[1])
-    expected = every_layout.products(names, x)
+    expected = every_layout.products(names, x, is_fine=is_fine)
     for isa in instruction_sets():
         with instructions(isa):
             for num in (40, 17, 9, 8, 7, 3, 2, 1):
-                results = every_layout.products(names, x[-num:])
+                results = every_layout.products(names, x[-num:], is_fine=is_fine)
                 for name, result, whole in zip(names, results, expected, strict=True):
                     np.testing.assert_array_equal(
                         result.view(np.int32), whole[-num:].view(np.int32), f"{name} {isa} {num}"
@@ -193,14 +244,18 @@ def test_zeros_give_zeros(every_layout: Case) -> None:
         assert not result.any()
 
 
+@both_precisions
 @pytest.mark.parametrize("size", [1e37, 1e30, 1e-10, 1e-25])
-def test_inputs_of_any_size_keep_their_precision(every_layout: Case, size: float) -> None:
+def test_inputs_of_any_size_keep_their_precision(
+    every_layout: Case, size: float, is_fine: bool
+) -> None:
     names = [named(layout, 17, 96) for layout in LAYOUTS]
     x = np.clip(inputs(3, 96), -3, 3) * np.float32(size)
     x[1, 32:64] = 0
     x[2, 5] = 1e-3
-    for name, result in zip(names, every_layout.products(names, x), strict=True):
-        assert_products(every_layout, name, x, result)
+    results = every_layout.products(names, x, is_fine=is_fine)
+    for name, result in zip(names, results, strict=True):
+        assert_products(every_layout, name, x, result, is_fine=is_fine)
 
 
 @pytest.mark.parametrize("size", [1e-34, 1e-36, 1e-38, 1e-40, 1e-44])
@@ -244,9 +299,12 @@ def test_denormal_scales_neither_vanish_nor_grow(layout: Layout) -> None:
     assert_products(case, "w", x, case.product("w", x))
 
 
+@both_precisions
 @pytest.mark.parametrize("code", [0, 1, -1, 127, -128])
 @pytest.mark.parametrize("layout", QUANTISED, ids=label)
-def test_sums_of_the_largest_codes_do_not_saturate(layout: Layout, code: int) -> None:
+def test_sums_of_the_largest_codes_do_not_saturate(
+    layout: Layout, code: int, is_fine: bool
+) -> None:
     planes = random_planes(np.random.default_rng(0), layout, 18, 512)
     if not layout.is_packed:
         code = max(-layout.code_bound, min(code, layout.code_bound))
@@ -255,10 +313,13 @@ def test_sums_of_the_largest_codes_do_not_saturate(layout: Layout, code: int) ->
     signs = np.sign(inputs(5, 512))
     signs[0], signs[1] = 1, -1
     signs[2, 0::2], signs[2, 1::2] = 1, -1
-    x = signs.astype(np.float32) * 3
+    x = signs.astype(np.float32) * 127
+    if is_fine:  # the largest of each group, then what is largest in both halves of the bits
+        x[:, np.arange(512) % 32 > 0] *= np.float32(126.498 / 127)
     for isa in instruction_sets():
         with instructions(isa):
-            assert_products(case, "w", x, case.product("w", x))
+            (result,) = case.products(["w"], x, is_fine=is_fine)
+            assert_products(case, "w", x, result, is_fine=is_fine)
 
 
 @settings(max_examples=60)
@@ -368,6 +429,9 @@ def test_an_entry_that_names_no_matrix_is_refused(column: int, value: int, messa
     x, table = jnp.asarray(inputs(2, 64)), jnp.array([bad], jnp.int32)
     with pytest.raises(REFUSALS, match=message):
         native.qmatmul(case.arena, table, x, [20], [layout]).block_until_ready()
+    marks = jnp.zeros(3, jnp.int32)
+    with pytest.raises(REFUSALS, match="shapes differ"):
+        native.qmatmul(case.arena, table, x, [20], [layout], live=marks).block_until_ready()
     ids = jnp.array([0], jnp.int32)
     with pytest.raises(REFUSALS, match=message):
         native.gather_rows(case.arena, table[0], ids, 64, [layout]).block_until_ready()
