@@ -239,7 +239,6 @@ def test_a_drift_is_held_against_the_peers_by_its_mean() -> None:
             judge_drift(found, [0.002, 0.002])
 
 
-
 @pytest.mark.parametrize("ggml_type", ["F32", "F16", "BF16", "Q8_0", "MXFP4"])
 def test_a_file_is_quantised_by_what_it_holds(tmp_path: Path, ggml_type: str) -> None:
     model = TinyLlama(ggml_type=GGMLQuantizationType[ggml_type])
