@@ -33,6 +33,7 @@ from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
 from engine.memory.expert_store import ExpertShape
+from engine.memory.heap import give_back
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
 from engine.memory.split import MemoryLimits, floors_of, shape_of, sizes_of, with_sizes
 from engine.model.adapter_banks import target_model
@@ -176,6 +177,7 @@ def load_engine(
         head=head,
         **replaced,
     )
+    give_back()
     engine = Engine(config, plan, engine_parts, sink=sink)
     engine.adapters.attach(adapters)
     identity = Identity(

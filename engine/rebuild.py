@@ -19,6 +19,7 @@ from enum import Enum
 from engine.errors import EngineError
 from engine.failpoints import Failpoints, Site
 from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack
+from engine.memory.heap import give_back
 from engine.memory.pages import PageAllocator
 from engine.memory.split import PoolSizes, Split, SplitShape, check_target
 from engine.slots.forecast import forecast
@@ -198,7 +199,9 @@ class Rebuilds:
         if _is_given_up(job):
             self._end(job)
         elif job.is_drained:
+            give_back()  # what compiling left, before more is taken
             self._replace(job)
+            give_back()  # the old programs went with it
         elif job.drains_until_s is not None:
             self._drain(job)
         elif job.compiled.done():
