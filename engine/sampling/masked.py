@@ -47,9 +47,17 @@ class MaskedRow:
 
     def top(self) -> tuple[IntArray, FloatArray]:
         """The best candidates (ids, logits), sorted by falling logit, ties by rising id."""
-        logits = self._masked
-        order = largest(logits, min(_NUM_TOP, len(logits)))
-        return order.astype(np.int32), logits[order]
+        # Few tokens may follow, mostly: only those are compared, not the whole vocabulary.
+        allowed = np.flatnonzero(self._mask)
+        logits = self._row.full()[allowed]
+        count = min(_NUM_TOP, len(self._mask))
+        order = largest(logits, min(count, len(allowed)))
+        ids, values = allowed[order], logits[order]
+        if len(ids) < count:
+            others = np.flatnonzero(~self._mask)[: count - len(ids)]
+            ids = np.concatenate([ids, others])
+            values = np.concatenate([values, np.full(len(others), -np.inf, np.float32)])
+        return ids.astype(np.int32), values
 
     def at(self, token_ids: IntArray) -> FloatArray:
         """The logits of some ids."""

@@ -11,6 +11,7 @@ from engine.sampling.chain import Chain
 from engine.sampling.masked import MaskedRow
 from engine.sampling.mt19937 import Mt19937
 from engine.types import Sampler, SamplingParams
+from tests.fakes import FakeRow
 from tests.unit.engine.sampling.support import ArrayRow, make_vocab
 
 SIZE = 300
@@ -117,6 +118,19 @@ def test_probabilities_are_of_the_raw_logits():
     sampled, top = sampler.probabilities(1, post_chain=False)
     assert sampled == pytest.approx(float(logits.full()[5]) - logits.log_sum_exp, abs=1e-5)
     assert top[0][0] == int(logits.full().argmax())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.9, 1.0])
+def test_a_masked_rows_best_are_those_of_the_whole_row(share: float):
+    rng = np.random.default_rng(int(share * 1000))
+    for size in (3, 40, 64, 5000):
+        logits = rng.integers(-5, 5, size).astype(np.float32)  # with many ties
+        mask = rng.random(size) < share
+        masked = MaskedRow(FakeRow(logits), mask)
+        ids, values = masked.top()
+        expected = np.argsort(-masked.full(), kind="stable")[: min(64, size)]
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(values, masked.full()[expected])
 
 
 def test_a_masked_row_lists_its_best_first():
