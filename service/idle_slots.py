@@ -13,10 +13,11 @@ _LOG = logging.getLogger("kvarts.service")
 
 
 class IdleSlotLog:
-    """Tells of idle slots whenever a request starts; says nothing unless `is_on`."""
+    """Tells of idle slots when a request starts, once of what each holds; nothing unless `is_on`."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
+        self._told: dict[int, int] = {}
         if is_on:
             _LOG.debug("idle slots keep what they hold __TEST_TAG_CACHE_IDLE_SLOTS_ENABLED__")
 
@@ -25,7 +26,9 @@ class IdleSlotLog:
         if not (self._is_on and _LOG.isEnabledFor(logging.DEBUG)):
             return
         for slot in snapshot.slots:
-            if slot.slot_id != event.slot_id and slot.state is SlotState.IDLE and slot.held_tokens:
+            is_idle = slot.slot_id != event.slot_id and slot.state is SlotState.IDLE
+            if is_idle and slot.held_tokens and self._told.get(slot.slot_id) != slot.task_id:
+                self._told[slot.slot_id] = slot.task_id
                 _LOG.debug(
                     "slot %d: %d tokens stay cached __TEST_TAG_CACHE_IDLE_SLOT__",
                     slot.slot_id,

@@ -25,6 +25,8 @@ def test_it_tells_of_other_slots_that_hold_something(caplog: pytest.LogCaptureFi
     assert IDLE not in caplog.text
     log.started(STARTED, HOLDING)
     assert f"slot 0: 9 tokens stay cached {IDLE}" in caplog.text
+    log.started(STARTED, HOLDING)
+    assert caplog.text.count(IDLE) == 1
     assert "updating prompt cache" not in caplog.text
     log.started(replace(STARTED, cached_tokens=4), HOLDING)
     assert "slot 1: updating prompt cache, 4 tokens were there" in caplog.text
