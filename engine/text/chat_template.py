@@ -49,6 +49,7 @@ class ChatTemplate:
         self._eos_text = eos_text
         self._adds_bos = adds_bos
         self._adds_eos = adds_eos
+        self._now = now
         functions = {"raise_exception": _raise_exception, "strftime_now": _clock(now)}
         repaired = _repair(source)
         self._sandbox = TemplateSandbox(functions)
@@ -77,6 +78,8 @@ class ChatTemplate:
             "bos_token": self._bos_text,
             "eos_token": self._eos_text,
             "enable_thinking": True,
+            "datetime": self._now().strftime("%b %d %Y"),
+            "date_string": self._now().strftime("%d %b %Y"),
         }
         if tools:
             variables["tools"] = tools

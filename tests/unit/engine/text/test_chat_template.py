@@ -64,6 +64,11 @@ class TestRender:
     def test_the_date_is_the_given_clocks(self) -> None:
         template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2026, 10, 1))
         assert template.render(TURNS) == "01 Oct 2026"
+        template = ChatTemplate(
+            "{{ datetime }}/{{ date_string }}", now=lambda: datetime(2026, 10, 1)
+        )
+        assert template.render(TURNS) == "Oct 01 2026/01 Oct 2026"
+        assert template.render(TURNS, extra={"datetime": "then"}) == "then/01 Oct 2026"
         with pytest.raises(TemplateError, match="more than 256 characters"):
             ChatTemplate("{{ strftime_now('%d' * 200) }}").render(TURNS)
 
