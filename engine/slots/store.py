@@ -157,7 +157,8 @@ class SlotStore:
 
     def _scales_of(self, marks: tuple[AdapterMark, ...]) -> tuple[AdapterScale, ...] | None:
         """Finds the adapters of a set by their content, None if one is not loaded."""
-        by_content = {one.digest.hex(): one.adapter_id for one in self._adapters()}
+        staying = (one for one in self._adapters() if not one.is_leaving)
+        by_content = {one.digest.hex(): one.adapter_id for one in staying}
         if any(mark.content not in by_content for mark in marks):
             return None
         return tuple(AdapterScale(by_content[mark.content], mark.scale) for mark in marks)

@@ -210,7 +210,11 @@ async def serving(
             **(parts or {}),
         )
         engines.append(engine)
-        store = None if root is None else fake_store(root, device, plan, **(identity or {}))
+        store = None
+        if root is not None:
+            store = fake_store(
+                root, device, plan, lambda: engine.snapshot().adapters, **(identity or {})
+            )
         return fake_model(engines[0], **({"slot_store": store} | dict(model or {})))
 
     await server.load(load)

@@ -13,11 +13,12 @@ import grpc
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from kvarts.v1 import common_pb2, lora_pb2
+from kvarts.v1 import common_pb2, lora_pb2, slot_pb2
 
 from tests.adapters import TinyAdapter, write_adapter
 from tests.contract.serving import (
     GenerateRequest,
+    SamplingParams,
     Serving,
     StepGate,
     failure,
@@ -336,3 +337,51 @@ async def test_an_unknown_id_changes_no_scale(tmp_path: Path) -> None:
         assert (await listed(it)).adapters[0].scale == 1.0
     assert (failed.code, failed.reason) == (Code.NOT_FOUND, "NO_SUCH_ADAPTER")
     assert failed.metadata == {"adapterId": "7"}
+
+
+def _ask(adapters: common_pb2.AdapterScales | None, slot_id: int = 0) -> GenerateRequest:
+    request = GenerateRequest(
+        tokens=common_pb2.TokenIds(ids=range(20, 60)),
+        slot_id=slot_id,
+        max_tokens=3,
+        ignore_eos=True,
+        sampling=SamplingParams(temperature=0),
+    )
+    if adapters is not None:
+        request.adapters.CopyFrom(adapters)
+    return request
+
+
+async def test_a_saved_slot_is_used_under_its_own_set_alone(tmp_path: Path) -> None:
+    """By content and scale: neither the id nor the server's scales matter."""
+    saved = slot_pb2.SaveSlotRequest(slot_id=0, filename="a.slot")
+    restore = slot_pb2.RestoreSlotRequest(slot_id=1, filename="a.slot")
+    erase = [slot_pb2.EraseSlotRequest(slot_id=one) for one in (0, 1)]
+    (tmp_path / "slots").mkdir()
+    async with with_folder(tmp_path, slot_save_path=str(tmp_path / "slots")) as it:
+        await load(it, "a", scale=0.0)
+        own = scales((0, 0.5))
+        cold = text_of(await it.collect(_ask(own)))
+        await it.slots.SaveSlot(saved)
+
+        async def restored_cached(adapters: common_pb2.AdapterScales | None) -> tuple[int, str]:
+            for one in erase:
+                await it.slots.EraseSlot(one)
+            await it.slots.RestoreSlot(restore)
+            responses = await it.collect(_ask(adapters, slot_id=1))
+            return responses[0].started.cached_tokens, text_of(responses)
+
+        assert await restored_cached(own) == (39, cold)
+        for other in (scales(), scales((0, 1.0)), None):
+            cached, text = await restored_cached(other)
+            assert (cached, text != cold) == (0, True)
+        # The server's set may be the same one.
+        await it.lora.SetAdapterScales(lora_pb2.SetAdapterScalesRequest(scales=own))
+        assert await restored_cached(None) == (39, cold)
+        await it.lora.UnloadAdapter(lora_pb2.UnloadAdapterRequest(adapter_id=0))
+        await load(it, "b")
+        gone = await failure(it.slots.RestoreSlot(restore))
+        assert (await load(it, "again", "a.gguf", scale=0.0)).id == 2
+        assert await restored_cached(scales((2, 0.5))) == (39, cold)
+    assert (gone.code, gone.reason) == (Code.FAILED_PRECONDITION, "SLOT_FILE_MISMATCH")
+    assert gone.metadata["field"] == "adapters"

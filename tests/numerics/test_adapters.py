@@ -23,7 +23,9 @@ from engine.runner import JaxRunner
 from tests.adapters import EMBEDDING, TinyAdapter, adapter_pairs, factor, write_adapter
 from tests.families import FAMILIES, write_family
 from tests.ggufs import TinyLlama, write_llama
+from tests.numerics.recurrent_reference import RecurrentReference
 from tests.numerics.reference import ReferenceDecoder
+from tests.recurrent_families import write_recurrent
 from tests.runners import Lane, decode, logprobs, open_runner, prefill, write_whole
 
 TOLERANCE = 1e-4
@@ -47,10 +49,11 @@ class Case:
     shapes: Mapping[str, Shape]
     adapters: Sequence[tuple[TinyAdapter, Sequence[str]]]
     contents: Sequence[AdapterContent]
+    decoder: type[ReferenceDecoder]
 
     def reference(self, chosen: Set) -> ReferenceDecoder:
         """The definition, with the adapters of a set added to its weights."""
-        reference = ReferenceDecoder(self.path, context_tokens=512)
+        reference = self.decoder(self.path, context_tokens=512)
         inputs = reference.tensor[EMBEDDING]
         for place, scale in chosen:
             adapter, targets = self.adapters[place]
@@ -65,7 +68,14 @@ class Case:
         return reference
 
 
-def open_case(path: Path, folder: Path, targets: Sequence[str], **options: Any) -> Case:
+def open_case(
+    path: Path,
+    folder: Path,
+    targets: Sequence[str],
+    *,
+    decoder: type[ReferenceDecoder] = ReferenceDecoder,
+    **options: Any,
+) -> Case:
     with GgufFile.open(path) as file:
         spec = read_spec(file)
     shapes = adapted_shapes(spec)
@@ -85,7 +95,7 @@ def open_case(path: Path, folder: Path, targets: Sequence[str], **options: Any) 
         file_path = write_adapter(folder / f"{place}.gguf", adapter, shapes, own)
         contents.append(read_adapter(file_path, model, CAPACITY.rank))
         write_whole(runner, place, contents[-1])
-    return Case(runner, path, shapes, adapters, contents)
+    return Case(runner, path, shapes, adapters, contents, decoder)
 
 
 LLAMA_TARGETS = (
@@ -175,6 +185,25 @@ def test_fused_weights_and_other_families(
 ) -> None:
     path = write_family(tmp_path / "m.gguf", FAMILIES[family])
     case = open_case(path, tmp_path, targets)
+    tokens, chosen = prompt(40), SETS["three"]
+    expected = case.reference(chosen).logprobs(tokens)[29:]
+    got = follow(case.runner, tokens, chosen, num_prefill=30)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("falcon-h1", ("ssm_in", "ssm_out", "attn_q", "attn_output", "ffn_down")),
+        ("qwen3next", ("attn_qkv", "attn_gate", "ssm_ba", "ssm_out", "ffn_down_exps")),
+        ("lfm2", ("in_proj", "out_proj", "ffn_up", "attn_v")),
+    ],
+)
+def test_recurrent_layers(tmp_path: Path, family: str, targets: Sequence[str]) -> None:
+    path = write_recurrent(tmp_path / "m.gguf", family)
+    case = open_case(path, tmp_path, targets, decoder=RecurrentReference, max_rows=1)
+    found = {name.removesuffix(".weight").rpartition(".")[2] for name in case.contents[0].pairs}
+    assert found == set(targets)
     tokens, chosen = prompt(40), SETS["three"]
     expected = case.reference(chosen).logprobs(tokens)[29:]
     got = follow(case.runner, tokens, chosen, num_prefill=30)
