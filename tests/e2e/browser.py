@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+ENTER, ESCAPE, TAB, LEFT = "\ue007", "\ue00c", "\ue004", "\ue012"
 _PATIENCE_S = 30.0
 _POLL_S = 0.05
 

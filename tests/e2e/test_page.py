@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+import httpx
 import pytest
 
-from tests.e2e.browser import ENTER, ESCAPE, TAB, Browser, browsing
+from tests.adapters import TinyAdapter, write_adapter
+from tests.e2e.browser import ENTER, ESCAPE, LEFT, TAB, Browser, browsing
 from tests.e2e.conftest import Start
 
 pytestmark = pytest.mark.slow
 
 _IS_IDLE = "return !document.querySelector('#send').disabled"
 _IS_BUSY = "return document.querySelector('#send').disabled"
+WEIGHT = "blk.0.attn_q.weight"
 _LAST = "#log .turn:last-child"
 
 
@@ -26,6 +29,25 @@ def browser() -> Generator[Browser]:
 def url(start: Start) -> Generator[str]:
     with start() as program:
         yield program.ready().http_url()
+
+
+@pytest.fixture(scope="module")
+def equipped_url(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    """A server with a folder of slots and an adapter."""
+    folder = tmp_path_factory.mktemp("equipped")
+    adapter = write_adapter(folder / "tone.gguf", TinyAdapter(), {WEIGHT: (64, 64)}, (WEIGHT,))
+    slots = folder / "slots"
+    slots.mkdir()
+    with start("--slot-save-path", str(slots), "--lora", str(adapter)) as program:
+        yield program.ready().http_url()
+
+
+@pytest.fixture
+def equipped(browser: Browser, equipped_url: str) -> Browser:
+    browser.open(equipped_url)
+    browser.wait(lambda: "tone.gguf" in browser.text("#adapter-list"), "the adapter")
+    browser.wait(lambda: "kv" in browser.text("#pool-list"), "the pools")
+    return browser
 
 
 @pytest.fixture
@@ -77,6 +99,78 @@ def test_everything_is_reached_by_tab(page: Browser):
         "pool-kv",
         "plan",
     } <= seen
+
+
+def _held(page: Browser) -> dict[str, int]:
+    """Tokens by slot, as the list shows them."""
+    script = """return [...document.querySelectorAll('#slot-list tbody tr')].map((row) =>
+        [row.children[0].textContent, parseInt(row.children[1].textContent)])"""
+    return dict(page.run(script))
+
+
+def test_a_slot_is_saved_emptied_and_restored(equipped: Browser):
+    page = equipped
+    _set(page, limit=8, temperature=0)
+    page.type("#prompt", "Hi" + ENTER)
+    page.wait(lambda: page.run(_IS_IDLE) and page.text(_LAST).startswith("Model"), "the answer")
+    page.wait(lambda: any(_held(page).values()), "a slot that holds the chat")
+    slot, held = max(_held(page).items(), key=lambda item: item[1])
+    page.click(f"#save-{slot}")
+    page.wait(lambda: f"{held} tokens" in page.text("#said"), "the save")
+    page.click(f"#erase-{slot}")
+    page.wait(lambda: _held(page)[slot] == 0, "the empty slot")
+    page.click(f"#restore-{slot}")
+    page.wait(lambda: _held(page)[slot] == held, "the restored slot")
+
+
+def test_a_restore_that_is_refused_says_why(equipped: Browser):
+    page = equipped
+    page.run("document.querySelector('#slot-file').value = 'nobody-saved-this'")
+    page.click("#restore-0")
+    page.wait(lambda: "refused" in page.text("#said"), "the refusal")
+    assert page.text("#slots .note").startswith("slot 0: Unable to restore slot")
+
+
+def test_an_adapter_is_scaled_by_its_slider(equipped: Browser, equipped_url: str):
+    page = equipped
+    page.run("document.querySelector('#adapter-0').focus()")
+    page.keys(*[LEFT] * 10)
+    # A step is 0.05, and it was loaded at 1.
+    page.wait(lambda: page.text("#adapter-list output") == "0.50", "the slider")
+    page.wait(
+        lambda: httpx.get(f"{equipped_url}/lora-adapters").json()[0]["scale"] == 0.5, "the scale"
+    )
+    page.wait(lambda: page.text("#said") == "Adapter scales are set.", "the word of it")
+
+
+def test_a_resplit_that_does_not_fit_is_refused_and_asks_for_nothing(
+    equipped: Browser, equipped_url: str
+):
+    page = equipped
+    before = httpx.get(f"{equipped_url}/pools").json()["pools"]
+    _set(page, **{"pool-kv": 1})
+    page.click("#plan")
+    page.wait(lambda: page.text("#plan-text").startswith("Refused: "), "the refusal")
+    assert page.run("return document.querySelector('#rebuild').disabled")
+    assert httpx.get(f"{equipped_url}/pools").json()["pools"] == before
+
+
+def test_a_resplit_is_planned_then_done(equipped: Browser, equipped_url: str):
+    page = equipped
+
+    def size() -> int:
+        return httpx.get(f"{equipped_url}/pools").json()["pools"][0]["size"]
+
+    wanted = size() - 16
+    _set(page, **{"pool-kv": wanted})
+    # A plan of other sizes is no plan of these.
+    page.run("document.querySelector('#pool-kv').dispatchEvent(new Event('input'))")
+    assert page.run("return document.querySelector('#rebuild').disabled")
+    page.click("#plan")
+    page.wait(lambda: page.text("#plan-text").startswith("It fits: "), "the plan")
+    page.click("#rebuild")
+    page.wait(lambda: page.text("#plan-text").startswith("Done in "), "the re-split")
+    assert size() == wanted
 
 
 def test_what_a_model_writes_is_text(page: Browser):
