@@ -135,6 +135,7 @@ def _slot_store(options: ServiceOptions, loaded: Loaded) -> SlotStore | None:
         vocab_size=loaded.tokenizer.vocab_size,
         context_tokens=loaded.plan.slot_context_tokens,
         adapters=lambda: loaded.engine.snapshot().adapters,
+        limit_bytes=options.slot_save_limit_bytes,
     )
 
 

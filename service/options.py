@@ -90,6 +90,7 @@ class ServiceOptions:
         shutdown_timeout_s: grace of running requests after the first signal.
         tells_idle_slots: what idle slots keep cached is logged at level debug.
         slot_save_path: existing folder for slot files; None keeps them off.
+        slot_save_limit_bytes: what all of them may take together; None is no limit.
         slot_autosave: slots are saved there at a stop and restored after a start.
         adapter_dir: existing folder of adapters that may be loaded later; None loads none.
         pre_override: pre-tokenizer instead of the file's.
@@ -122,6 +123,7 @@ class ServiceOptions:
     shutdown_timeout_s: float = 2.0
     tells_idle_slots: bool = False
     slot_save_path: str | None = None
+    slot_save_limit_bytes: int | None = None
     slot_autosave: bool = False
     adapter_dir: str | None = None
     pre_override: str | None = None
@@ -161,6 +163,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         tls=tls_files(parsed),
         shutdown_timeout_s=parsed["shutdown_timeout_s"],
         slot_save_path=_slot_save_path(parsed),
+        slot_save_limit_bytes=_slot_save_limit(parsed),
         slot_autosave=_slot_autosave(parsed),
         adapter_dir=adapter_dir(parsed),
         pre_override=parsed["pre_override"],
@@ -373,6 +376,13 @@ def _slot_save_path(parsed: Parsed) -> str | None:
     if name is not None and not Path(name).is_dir():
         raise FlagError(f"--slot-save-path {name}: is not a folder")
     return name
+
+
+def _slot_save_limit(parsed: Parsed) -> int | None:
+    mib: int = parsed["slot_save_limit_mib"]
+    if mib and parsed["slot_save_path"] is None:
+        raise FlagError("--slot-save-limit: needs --slot-save-path")
+    return mib << 20 or None
 
 
 def _slot_autosave(parsed: Parsed) -> bool:

@@ -71,15 +71,20 @@ class Temporary:
 class SlotFolder:
     """Where slot files of one tenant lie: `root`, which must exist, or a folder of its own in it.
 
-    `tenant` is "" where there is only one, else hex digits.
+    `tenant` is "" where there is only one, else hex digits. `limit_bytes` is what the files of all
+    tenants may take together, those being written included (None: as much as there is).
     """
 
     root: str
     tenant: str = ""
+    limit_bytes: int | None = None
 
     @contextlib.contextmanager
-    def create(self, filename: str) -> Generator[Temporary]:
+    def create(self, filename: str, size_bytes: int = 0) -> Generator[Temporary]:
         """Yields a new file of mode 0600, which is gone afterwards unless it was published.
+
+        Where there is a limit it has `size_bytes` from the beginning: room that is promised to one
+        save is no other's.
 
         Raises:
             InvalidField: `filename` is not a name.
@@ -88,7 +93,7 @@ class SlotFolder:
         """
         check_name(filename)
         with _translated(filename), self._opened(make=True) as folder:
-            temporary = _create(folder)
+            temporary = self._reserve(folder, filename, size_bytes)
             try:
                 yield temporary
             except BaseException:
@@ -166,6 +171,23 @@ class SlotFolder:
                     with _opened_at(name, root) as folder:
                         removed += _sweep(folder)
             return removed
+
+    def _reserve(self, folder: int, filename: str, size_bytes: int) -> Temporary:
+        if self.limit_bytes is None:
+            return _create(folder)
+        with _opened_at(self.root) as root:
+            # Two saves must not both find the same room; other processes save here too.
+            fcntl.flock(root, fcntl.LOCK_EX)
+            if _used_bytes(root) + size_bytes > self.limit_bytes:
+                raise DiskFull(filename)
+            temporary = _create(folder)
+            try:
+                os.ftruncate(temporary.descriptor, size_bytes)
+            except BaseException:
+                temporary.remove()
+                os.close(temporary.descriptor)
+                raise
+            return temporary
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Generator[int]:
@@ -268,10 +290,32 @@ def _open_regular(folder: int, name: str) -> int:
         if error.errno == errno.ELOOP:
             raise SlotFileCorrupt(name, "is no regular file") from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise SlotFileCorrupt(name, "is no regular file")
+    except BaseException:
         os.close(descriptor)
-        raise SlotFileCorrupt(name, "is no regular file")
+        raise
     return descriptor
+
+
+def _used_bytes(root: int) -> int:
+    """Bytes of every file of every tenant, whatever it is."""
+    total = 0
+    for name in os.listdir(root):
+        if _TENANT.fullmatch(name):
+            with _opened_at(name, root) as folder:
+                total += sum(_size(folder, each) for each in os.listdir(folder))
+        else:
+            total += _size(root, name)
+    return total
+
+
+def _size(folder: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0  # published or removed since it was listed
 
 
 def _saved(folder: int, name: str) -> SavedFile | None:

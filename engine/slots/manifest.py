@@ -126,6 +126,12 @@ def encode_header(manifest: Manifest, version: str = SCHEMA_VERSION) -> bytes:
     return _LENGTH.pack(len(text) + padding) + text + b" " * padding
 
 
+def file_bytes(manifest: Manifest) -> int:
+    """Returns how long the file of a state is."""
+    body = places_of(manifest)[-1].end
+    return packed_bytes(manifest.num_tokens) + len(encode_header(manifest)) + body
+
+
 def header_limit(num_tokens: int) -> int:
     """Returns the most bytes that the header of a state of so many tokens may take."""
     return _FIXED_BYTES + _PIECE_BYTES * 2 * (num_tokens // PIECE_TOKENS + 1)

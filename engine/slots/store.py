@@ -44,10 +44,15 @@ class SlotStore:
         vocab_size: int,
         context_tokens: int,
         adapters: Callable[[], Sequence[AdapterInfo]] = no_adapters,
+        limit_bytes: int | None = None,
     ) -> None:
-        """`root` must exist; `context_tokens` are those of a slot; `adapters` are loaded now."""
+        """`root` must exist; `context_tokens` are those of a slot; `adapters` are loaded now.
+
+        `limit_bytes` is what all files may take together, None as much as there is.
+        """
         self.identity = identity
         self._root = root
+        self._limit_bytes = limit_bytes
         self._vocab_size = vocab_size
         self._context_tokens = context_tokens
         self._adapters = adapters
@@ -69,7 +74,7 @@ class SlotStore:
             fingerprint: What `identity` answered.
         """
         identity = self.identity
-        folder = SlotFolder(self._root, tenant)
+        folder = SlotFolder(self._root, tenant, self._limit_bytes)
         return SaveOrder(folder, filename, fingerprint, identity.traits, identity.model_name)
 
     def restore_order(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.slots.folder import SlotFolder, Temporary
-from engine.slots.manifest import TOKENS, Manifest, encode_header
+from engine.slots.manifest import TOKENS, Manifest, encode_header, file_bytes
 from engine.slots.sequence_head import pack_head
 from engine.slots.state_layout import Content, Piece, arrays_of
 
@@ -63,7 +63,7 @@ class SlotWriter:
         """
         # The threads end before the file is closed.
         with (
-            folder.create(filename) as temporary,
+            folder.create(filename, file_bytes(manifest)) as temporary,
             ThreadPoolExecutor(_THREADS, "slot-write") as threads,
         ):
             writer = cls(temporary, filename, manifest, threads)

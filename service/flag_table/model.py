@@ -257,6 +257,16 @@ CONTEXT = (
         group=_CONTEXT,
     ),
     Flag(
+        ("--slot-save-limit",),
+        integer(0, 1 << 30),
+        "slot_save_limit_mib",
+        "MiB that all slot files may take together, those being written included; a save that "
+        "would take more is refused as on a full disk; 0 is no limit; needs --slot-save-path",
+        default=0,
+        scope=Scope.SERVICE,
+        group=_CONTEXT,
+    ),
+    Flag(
         ("--slot-autosave",),
         SWITCH,
         "slot_autosave",

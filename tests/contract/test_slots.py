@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -372,3 +374,57 @@ async def test_no_cache_prompt_beside_a_folder_is_warned_about(
         )
         await serve(told, stop, lambda sink: pytest.fail("loaded"))
         assert ("--no-cache-prompt" in caplog.text) != cache_prompt
+
+
+class _WallClock:
+    """Wall time that somebody sets; clients and the transport read it when a call begins."""
+
+    def __init__(self) -> None:
+        self._real = time.time
+        self.offset_s = 0.0
+
+    def time(self) -> float:
+        return self._real() + self.offset_s
+
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
+
+@pytest.mark.parametrize("leap_s", [86_400.0, -86_400.0])
+async def test_a_clock_that_leaps_by_a_day_changes_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leap_s: float
+):
+    """Check 33: what is measured, and every deadline, goes by a clock that only rises."""
+    wall, gate = _WallClock(), StepGate()
+    monkeypatch.setattr(time, "time", wall.time)
+    monkeypatch.setattr(time, "time_ns", wall.time_ns)
+    async with serving(
+        slot_save_path=str(tmp_path), clock=time.monotonic, runner=gated_runner(gate)
+    ) as it:
+        running = asyncio.create_task(it.collect(_ask(PROMPT), timeout=60))
+        late = asyncio.create_task(it.collect(_ask(PROMPT, 1, max_tokens=200), timeout=0.5))
+        for _ in range(2):
+            await it.commanded("submit")
+        wall.offset_s = leap_s
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await late
+        assert caught.value.code() is Code.DEADLINE_EXCEEDED
+        gate.open()
+        finished = (await running)[-1].finished
+        assert finished.completion_tokens == 3
+        spans = [value for _, value in finished.ListFields()]
+        measured = [one.ToNanoseconds() for one in spans if hasattr(one, "ToNanoseconds")]
+        assert measured
+        assert all(0 <= one < 60e9 for one in measured)
+        saved = await it.slots.SaveSlot(Save(slot_id=0, filename=NAME))
+        # The file may be from the future, or from long ago.
+        written_s = wall.time() - 2 * leap_s
+        os.utime(tmp_path / NAME, (written_s, written_s))
+        restored = await it.slots.RestoreSlot(Restore(slot_id=2, filename=NAME))
+        assert restored.restored_tokens == saved.saved_tokens == 42
+        for elapsed in (saved.elapsed, restored.elapsed):
+            assert 0 <= elapsed.ToNanoseconds() < 60e9
+        assert len((await it.slots.ListSlotFiles(Files())).files) == 1
+        wall.offset_s = 0.0
+        assert (await _finished(it, _ask([*PROMPT, 61], 2), timeout=60)).cached_tokens == 40
+        await _until(it.is_clean)

@@ -37,7 +37,7 @@ class _BrokenFolder(SlotFolder):
 
     error: EngineError = field(default_factory=lambda: DiskFull("x"))
 
-    def create(self, filename: str) -> Any:
+    def create(self, filename: str, size_bytes: int = 0) -> Any:
         raise self.error
 
     def open(self, filename: str) -> Any:
@@ -170,7 +170,7 @@ class SlotLife:
 
     def _broken(self, tenant: str) -> SlotFolder:
         error = self.rng.choice([DiskFull("x"), SlotIo("x", 5, "Input/output error")])
-        return _BrokenFolder(self._folder.name, tenant, error)
+        return _BrokenFolder(self._folder.name, tenant, error=error)
 
     def _spoil(self) -> None:
         """Deletes a file, or flips a bit of it."""

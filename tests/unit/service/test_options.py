@@ -312,6 +312,14 @@ def test_the_folder_of_slot_files_must_exist(tmp_path: Path) -> None:
             _service("--slot-save-path", str(name))
 
 
+def test_slot_files_may_have_a_limit(tmp_path: Path) -> None:
+    folder = ("--slot-save-path", str(tmp_path))
+    assert _service(*folder).slot_save_limit_bytes is None
+    assert _service(*folder, "--slot-save-limit", "3").slot_save_limit_bytes == 3 << 20
+    with pytest.raises(FlagError, match="--slot-save-limit: needs --slot-save-path"):
+        _service("--slot-save-limit", "3")
+
+
 def test_slots_are_kept_over_a_restart_only_where_there_is_a_folder(tmp_path: Path) -> None:
     assert not _service("--slot-save-path", str(tmp_path)).slot_autosave
     assert _service("--slot-save-path", str(tmp_path), "--slot-autosave").slot_autosave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import stat
@@ -18,7 +19,9 @@ import pytest
 from engine.errors import EngineError, InvalidField
 from engine.slots.errors import DiskFull, SlotFileCorrupt, SlotFileNotFound, SlotIo
 from engine.slots.folder import SlotFolder
-from tests.unit.engine.slots.saved import NAME, files_in, make_state, read_state
+from engine.slots.manifest import file_bytes
+from engine.slots.writer import SlotWriter
+from tests.unit.engine.slots.saved import NAME, State, files_in, make_state, read_state
 
 _OLD, _NEW = make_state(40, seed=1), make_state(300, seed=2)
 
@@ -210,7 +213,7 @@ def test_a_tenants_folder_that_is_a_link_is_not_followed(root: Path):
 
 # Failures of the system, one at a time, at every call that a save makes.
 
-_CALLS = ("open", "pwrite", "fsync", "rename", "fstat")
+_CALLS = ("open", "pwrite", "fdatasync", "fsync", "rename", "fstat", "preadv")
 
 
 class FaultyOs:
@@ -253,7 +256,9 @@ def _num_calls(root: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("for_ever", [False, True])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ENOSPC, errno.EINTR, errno.EROFS, errno.EACCES]
+)
 def test_every_failing_call_leaves_the_old_file(
     root: Path, folder: SlotFolder, monkeypatch: pytest.MonkeyPatch, number: int, for_ever: bool
 ):
@@ -279,6 +284,43 @@ def test_every_failing_call_leaves_the_old_file(
     assert read_state(folder)[0] == tuple(_NEW.tokens)
     _OLD.write(folder)
     assert read_state(folder)[0] == tuple(_OLD.tokens)
+
+
+@pytest.mark.parametrize("for_ever", [False, True])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EINTR, errno.EACCES])
+def test_every_failing_call_of_a_restore_is_named(
+    root: Path, folder: SlotFolder, monkeypatch: pytest.MonkeyPatch, number: int, for_ever: bool
+):
+    _OLD.write(folder)
+    before = files_in(root)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for at in itertools.count():
+        faulty = FaultyOs(number, at, for_ever=for_ever)
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.slots.folder.os", faulty)
+            patch.setattr("engine.slots.reader.os", faulty)
+            error = _refusal(folder)
+        if error is None:
+            assert at > 6
+            assert not faulty.has_failed
+            break
+        assert faulty.has_failed
+        if number == errno.ENOSPC:
+            assert isinstance(error, DiskFull)
+        else:
+            assert isinstance(error, SlotIo)
+            assert (error.filename, error.errno) == (NAME, number)
+        assert files_in(root) == before
+        assert read_state(folder)[0] == tuple(_OLD.tokens)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def _refusal(folder: SlotFolder) -> EngineError | None:
+    try:
+        read_state(folder)
+    except EngineError as error:
+        return error
+    return None
 
 
 def test_a_failed_fsync_is_not_tried_again(
@@ -347,6 +389,8 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(root: Path, folder: SlotFo
 import resource, signal, sys
 from engine.slots.errors import DiskFull
 from engine.slots.folder import SlotFolder
+from engine.slots.manifest import file_bytes
+from engine.slots.writer import SlotWriter
 from tests.unit.engine.slots.saved import make_state
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
@@ -472,3 +516,64 @@ def test_many_saves_leave_no_descriptor_and_no_file(root: Path, folder: SlotFold
         read_state(folder, f"slot-{index % 4}")
     assert len(os.listdir("/proc/self/fd")) == before
     assert set(files_in(root)) == {NAME, *(f"slot-{i}" for i in range(4))}
+
+
+def _on_disk(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def test_a_thousand_saves_stay_within_their_limit(root: Path):
+    """Check 9: of all tenants together, while they are written too."""
+    limit = 200_000
+    tenants = [SlotFolder(str(root), tenant, limit) for tenant in ("", "0a")]
+    states = [make_state(length, seed=length) for length in (40, 300, 700)]
+    seen: list[int] = []
+    refused = saved = 0
+
+    def watch(state: State, folder: SlotFolder, name: str) -> int:
+        with SlotWriter.open(folder, name, state.manifest, state.tokens) as writer:
+            seen.append(_on_disk(root))
+            for piece in state.manifest.pieces:
+                writer.add(piece, state.contents[piece])
+            size_bytes = writer.publish()
+        seen.append(_on_disk(root))
+        return size_bytes
+
+    for index in range(1000):
+        folder, state = tenants[index % 2], states[index * 7 % 3]
+        name = f"slot-{index * 13 % 11}"
+        before = files_in(root)
+        try:
+            assert watch(state, folder, name) == Path(_place(folder, name)).stat().st_size
+            saved += 1
+        except DiskFull:
+            refused += 1
+            assert files_in(root) == before
+            for file in folder.list()[:1]:
+                folder.delete(file.filename)
+    assert saved > 100
+    assert refused > 100
+    assert max(seen) <= limit
+    for folder in tenants:
+        listed = {file.filename: file.size_bytes for file in folder.list()}
+        place = Path(_place(folder, "x")).parent
+        assert listed == {path.name: path.stat().st_size for path in place.glob("slot-*")}
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in place.glob("slot-*"))
+    assert stat.S_IMODE((root / ".tenant-0a").stat().st_mode) == 0o700
+
+
+def _place(folder: SlotFolder, name: str) -> str:
+    inside = f".tenant-{folder.tenant}" if folder.tenant else ""
+    return str(Path(folder.root, inside, name))
+
+
+def test_room_that_is_promised_to_one_save_is_no_others(root: Path):
+    size_bytes = file_bytes(_OLD.manifest)
+    folder = SlotFolder(str(root), limit_bytes=2 * size_bytes - 1)
+    with SlotWriter.open(folder, "a", _OLD.manifest, _OLD.tokens) as writer:
+        with pytest.raises(DiskFull, match="'b'"):
+            _OLD.write(folder, "b")
+        for piece in _OLD.manifest.pieces:
+            writer.add(piece, _OLD.contents[piece])
+        assert writer.publish() == size_bytes
+    assert read_state(folder, "a")[0] == tuple(_OLD.tokens)
