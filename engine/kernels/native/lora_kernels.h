@@ -21,15 +21,18 @@ inline F32 load_pair(const uint8_t* p, int64_t index) {
   return load_bf16(p + 2 * index);
 }
 
-// Asks for part `index` of `parts` of a block of memory, to the second cache: pairs are read once per
-// step from main memory, in runs too short for the processor to see them coming.
-inline void fetch_part(const uint8_t* from, int64_t bytes, int64_t index, int64_t parts) {
-  for (int64_t at = bytes * index / parts; at < bytes * (index + 1) / parts; at += 64) __builtin_prefetch(from + at, 0, 2);
+// Pairs are read once per step from main memory, in runs too short for the processor to see them coming.
+// So they are read in blocks of neighbouring ranks, and while one is worked on the next comes: `ahead` is
+// where it begins, and this asks for as much of it as one vector of each rank is.
+template <Float F, int R>
+inline void fetch(const uint8_t* ahead, int64_t column) {
+  constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
+  for (int64_t at = 0; at < R * kLanes * kSize; at += 64) __builtin_prefetch(ahead + column * R * kSize + at);
 }
 
-// inner[t * kMaxRank + j] = down[j] . x[t] for ranks [first, first + R).
+// inner[t * kMaxRank + j] = down[j] . x[t] for the first R ranks of `down`.
 template <Float F, int R, int T>
-inline void inner_products(const uint8_t* down, int64_t first, int64_t cols, const float* x, float* inner) {
+inline void inner_products(const uint8_t* down, int64_t cols, const float* x, float* inner, const uint8_t* ahead) {
   constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
   F32 acc[R][T][kParts16] = {};
   const int64_t whole = cols / 16 * 16, tail = cols - whole;
@@ -46,7 +49,8 @@ inline void inner_products(const uint8_t* down, int64_t first, int64_t cols, con
   const uint8_t* rows[R];
   const float* tokens[T];
   for (int64_t c = 0; c < whole; c += 16) {
-    for (int r = 0; r < R; ++r) rows[r] = down + ((first + r) * cols + c) * kSize;
+    for (int p = 0; p < kParts16; ++p) fetch<F, R>(ahead, c + p * kLanes);
+    for (int r = 0; r < R; ++r) rows[r] = down + (r * cols + c) * kSize;
     for (int t = 0; t < T; ++t) tokens[t] = x + t * cols + c;
     add(rows, tokens);
   }
@@ -54,7 +58,7 @@ inline void inner_products(const uint8_t* down, int64_t first, int64_t cols, con
     uint8_t row_end[R][64] = {};
     float token_end[T][16] = {};
     for (int r = 0; r < R; ++r) {
-      std::memcpy(row_end[r], down + ((first + r) * cols + whole) * kSize, tail * kSize);
+      std::memcpy(row_end[r], down + (r * cols + whole) * kSize, tail * kSize);
       rows[r] = row_end[r];
     }
     for (int t = 0; t < T; ++t) {
@@ -64,25 +68,7 @@ inline void inner_products(const uint8_t* down, int64_t first, int64_t cols, con
     add(rows, tokens);
   }
   for (int t = 0; t < T; ++t)
-    for (int r = 0; r < R; ++r) inner[t * kMaxRank + first + r] = sum16(acc[r][t]);
-}
-
-// y[t] += sum over ranks of inner[t][j] * up[j], for V vectors of columns from c on.
-template <Float F, int T, int V>
-inline void add_columns(const uint8_t* up, int64_t rank, int64_t rows, int64_t c, const float* inner, float* y) {
-  F32 acc[T][V];
-  for (int t = 0; t < T; ++t)
-    for (int v = 0; v < V; ++v) acc[t][v] = load<F32>(y + t * rows + c + v * kLanes);
-  for (int64_t j = 0; j < rank; ++j) {
-    F32 own[V];
-    for (int v = 0; v < V; ++v) own[v] = load_pair<F>(up, j * rows + c + v * kLanes);
-    for (int t = 0; t < T; ++t) {
-      const F32 value = splat(inner[t * kMaxRank + j]);
-      for (int v = 0; v < V; ++v) acc[t][v] = fma(own[v], value, acc[t][v]);
-    }
-  }
-  for (int t = 0; t < T; ++t)
-    for (int v = 0; v < V; ++v) store(y + t * rows + c + v * kLanes, acc[t][v]);
+    for (int r = 0; r < R; ++r) inner[t * kMaxRank + r] = sum16(acc[r][t]);
 }
 
 template <Float F>
@@ -94,36 +80,40 @@ inline float pair_number(const uint8_t* p, int64_t index) {
   return load<float>(&bits);
 }
 
-// The first half of a pair, which is wanted next; no bytes if there is none.
-struct Next {
-  const uint8_t* down;
-  int64_t bytes;
-};
-
-template <Float F, int T>
-inline void add_change(const uint8_t* up, int64_t rank, int64_t rows, const float* inner, float* y, Next next) {
-  constexpr int kVectors = kLanes == 16 ? 4 : 2, kStep = kVectors * kLanes;
+// y[t] += the sum of inner[t][j] * up[j] over the first R ranks of `up`, in their order.
+template <Float F, int R, int T>
+inline void add_ranks(const uint8_t* up, int64_t rows, const float* inner, float* y, const uint8_t* ahead) {
+  constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
+  F32 values[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) values[r][t] = splat(inner[t * kMaxRank + r]);
   int64_t c = 0;
-  for (; c + kStep <= rows; c += kStep) {
-    fetch_part(next.down, next.bytes, c / kStep, rows / kStep);
-    add_columns<F, T, kVectors>(up, rank, rows, c, inner, y);
+  for (; c + kLanes <= rows; c += kLanes) {
+    fetch<F, R>(ahead, c);
+    F32 acc[T];
+    for (int t = 0; t < T; ++t) acc[t] = load<F32>(y + t * rows + c);
+    for (int r = 0; r < R; ++r) {
+      const F32 own = load_pair<F>(up + r * rows * kSize, c);
+      for (int t = 0; t < T; ++t) acc[t] = fma(own, values[r][t], acc[t]);
+    }
+    for (int t = 0; t < T; ++t) store(y + t * rows + c, acc[t]);
   }
-  for (; c + kLanes <= rows; c += kLanes) add_columns<F, T, 1>(up, rank, rows, c, inner, y);
   for (; c < rows; ++c)
     for (int t = 0; t < T; ++t) {
       float sum = y[t * rows + c];
-      for (int64_t j = 0; j < rank; ++j) sum = __builtin_fmaf(pair_number<F>(up, j * rows + c), inner[t * kMaxRank + j], sum);
+      for (int r = 0; r < R; ++r) sum = __builtin_fmaf(pair_number<F>(up, r * rows + c), inner[t * kMaxRank + r], sum);
       y[t * rows + c] = sum;
     }
 }
 
-// T tokens of one row, through one pair.
+// T tokens of one row, through one pair; `next` is what follows it.
 template <Float F, int T>
 void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, int64_t rank, float scale, int64_t token,
-                  Next next) {
+                  const uint8_t* next) {
   constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
   const uint8_t* down = w.down + place * w.down_bytes;
   const uint8_t* up = w.up + place * w.up_bytes;
+  const int64_t whole = rank / 4 * 4;
   float inner[T * kMaxRank];
   if (a.tokens) {
     for (int t = 0; t < T; ++t)
@@ -131,29 +121,28 @@ void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, in
         inner[t * kMaxRank + j] = pair_number<F>(down, (int64_t)a.tokens[token + t] * rank + j);
   } else {
     const float* x = a.x + token * w.cols;
-    int64_t j = 0;
-    for (; j + 4 <= rank; j += 4) {
-      fetch_part(up, rank * w.rows * kSize, j / 4, rank / 4);
-      inner_products<F, 4, T>(down, j, w.cols, x, inner);
-    }
-    for (; j < rank; ++j) inner_products<F, 1, T>(down, j, w.cols, x, inner);
+    const auto block = [&](int64_t j) { return j < rank ? down + j * w.cols * kSize : up; };
+    for (int64_t j = 0; j < whole; j += 4) inner_products<F, 4, T>(block(j), w.cols, x, inner + j, block(j + 4));
+    for (int64_t j = whole; j < rank; ++j) inner_products<F, 1, T>(block(j), w.cols, x, inner + j, block(j + 1));
   }
   for (int t = 0; t < T; ++t)
     for (int64_t j = 0; j < rank; ++j) inner[t * kMaxRank + j] *= scale;
-  add_change<F, T>(up, rank, w.rows, inner, w.y + token * w.rows, next);
+  float* y = w.y + token * w.rows;
+  const auto block = [&](int64_t j) { return j < rank ? up + j * w.rows * kSize : next; };
+  for (int64_t j = 0; j < whole; j += 4) add_ranks<F, 4, T>(block(j), w.rows, inner + j, y, block(j + 4));
+  for (int64_t j = whole; j < rank; ++j) add_ranks<F, 1, T>(block(j), w.rows, inner + j, y, block(j + 1));
 }
 
-// What a token's list comes to after entry k of weight i, so that it can be on its way.
-inline Next next_pair(const Adaptation& a, int64_t row, int64_t i, int64_t k) {
-  for (++k; i < a.num_weights; ++i, k = 0)
-    for (; k < a.list_length; ++k) {
-      const int64_t place = a.places[row * a.list_length + k];
-      const AdaptedWeight& w = a.weights[i];
-      if (place < 0 || !w.entries[place]) continue;
-      const int64_t size = (Float)(w.entries[place] & 3) == Float::kF32 ? 4 : 2;
-      return {w.down + place * w.down_bytes, a.tokens ? 0 : (w.entries[place] >> 2) * w.cols * size};
-    }
-  return {nullptr, 0};
+// What comes after entry k of weight i, so that it can be on its way: of the same list, then of the next.
+inline const uint8_t* next_pair(const Adaptation& a, int64_t row, int64_t i, int64_t k) {
+  for (++k; row < std::min(a.num_decodes, a.num_tokens); ++row, i = 0)
+    for (; i < a.num_weights; ++i, k = 0)
+      for (; k < a.list_length; ++k) {
+        const int64_t place = a.places[row * a.list_length + k];
+        const AdaptedWeight& w = a.weights[i];
+        if (place >= 0 && w.entries[place]) return w.down + place * w.down_bytes;
+      }
+  return nullptr;  // asking for what is not there is no error
 }
 
 template <int T>
@@ -166,7 +155,7 @@ inline void adapt_tokens(const Adaptation& a, int64_t token) {
       if (place < 0 || !w.entries[place]) continue;
       const int64_t rank = w.entries[place] >> 2;
       const float scale = a.scales[row * a.list_length + k] * w.factors[place];
-      const Next next = next_pair(a, row, i, k);
+      const uint8_t* next = next_pair(a, row, i, k);
       switch ((Float)(w.entries[place] & 3)) {
         case Float::kF32: through_pair<Float::kF32, T>(a, w, place, rank, scale, token, next); break;
         case Float::kF16: through_pair<Float::kF16, T>(a, w, place, rank, scale, token, next); break;
