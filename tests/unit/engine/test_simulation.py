@@ -68,6 +68,7 @@ EVERY_BRANCH = {
     "scaled",
     "scales:NO_SUCH_ADAPTER",
     "unloaded",
+    "fenced",
     "unload:ADAPTER_IN_USE",
     "adapted",
     "activated",
