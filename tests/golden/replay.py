@@ -19,7 +19,7 @@ import httpx
 from tests.golden.compare import Rules, Tolerances, differences, is_object, num_ids
 
 _GUARDED_HEADERS = ("access-control-", "x-accel-buffering")
-_OWN_METRICS = "kvarts_"
+_OWN_METRICS = ("kvarts_", "process_")
 _TIMEOUT_S = 120.0
 
 
