@@ -35,7 +35,7 @@ from engine.step import DeviceSizes
 
 NUM_CANDIDATES = 64
 LONG_CHUNK = 32
-"""A chunk that is longer takes as long on padding as on a prompt."""
+"""Without native kernels a longer chunk takes as long on padding as on a prompt."""
 _LANES = 128  # width of the first stage of the candidate search
 _CHUNK_BUCKETS = (LONG_CHUNK, 128, 512, 2048)
 
@@ -231,8 +231,8 @@ def _token_moves(
 def _row_buckets(most: int) -> list[int]:
     """1, 2, 4, ... up to and including `most`.
 
-    Measured on native kernels (docs/benchmarks.md): a row of padding costs an eighth of a step of
-    one row, a program 0.12 s of processor time at each start.
+    Measured on native kernels (docs/benchmarks.md): a row of padding costs a tenth of a step of one
+    row, a program 0.12 s of processor time at each start.
     """
     sizes = [1]
     while sizes[-1] < most:
