@@ -1,4 +1,4 @@
-"""`python -m tests.pool_memory MODEL KERNELS CACHE`: real memory of a process whose pools change.
+"""`python -m tests.pool_memory MODEL CACHE`: real memory of a process whose pools change.
 
 A process of its own, because what a test runner holds already says nothing. It prints one JSON line
 per size of its pools: what they take by the books, and what the process takes.
@@ -32,10 +32,10 @@ def status_bytes(name: str) -> int:
 class Process:
     """An engine, and what it takes."""
 
-    def __init__(self, model: str, kernels: str, cache: str) -> None:
+    def __init__(self, model: str, cache: str) -> None:
         self._ends: queue.Queue[Event] = queue.Queue()
         config = EngineConfig(
-            context_tokens=512, num_slots=2, chunk_tokens=64, kernels=kernels, compile_cache=cache
+            context_tokens=512, num_slots=2, chunk_tokens=64, kernels="native", compile_cache=cache
         )
         self.loaded = load_engine(model, config, self._sink)
         self.engine = self.loaded.engine
@@ -79,9 +79,9 @@ class Process:
         print(json.dumps(row), flush=True)
 
 
-def main(model: str, kernels: str, cache: str) -> None:
+def main(model: str, cache: str) -> None:
     """Goes through the sizes twice: the second time nothing may come on top."""
-    process = Process(model, kernels, cache)
+    process = Process(model, cache)
     shape, sizes = process.engine.pools.split()
     pools = {pool.kind.value: pool for pool in shape.pools}
     few = sizes.kv or 0
@@ -90,11 +90,9 @@ def main(model: str, kernels: str, cache: str) -> None:
     process.tell("start")
     for _ in range(2):
         process.resize(kv=many)
-        if kernels == "native":  # XLA needs room for the records of a step, a workspace of its own
-            process.resize(moe_cache=floor)
+        process.resize(moe_cache=floor)
         process.resize(kv=many // 2)
-        if kernels == "native":
-            process.resize(moe_cache=ceiling)
+        process.resize(moe_cache=ceiling)
         process.resize(kv=few)
     process.engine.stop()
 

@@ -66,6 +66,17 @@ class ExpertRecords:
         for stamp in file.stamps:
             self._descriptors.append(_reopen(file.name, stamp))
 
+    @property
+    def name(self) -> str:
+        """The file's, for errors."""
+        return self._name
+
+    def sources(self, layer: int) -> list[tuple[TensorInfo, int]]:
+        """Of each stack its tensor, and the descriptor of the file that it is in."""
+        return [
+            (stack.info, self._descriptors[stack.info.shard_id]) for stack in self._layers[layer]
+        ]
+
     def matrices(self, layer: int) -> list[Matrix]:
         """Where each stack's matrix lies in a record of a layer, in blocks from its start."""
         return [stack.place for stack in self._layers[layer]]
@@ -78,25 +89,15 @@ class ExpertRecords:
         """What one expert of a layer takes in the file."""
         return sum(stack.info.nbytes // stack.info.shape[0] for stack in self._layers[layer])
 
-    @property
-    def num_parts(self) -> int:
-        """The most stacks of a layer."""
-        return max(len(stacks) for stacks in self._layers)
-
     def read(self, layer: int, expert: int, target: Bytes) -> None:
-        """Reads one expert into a slot, uint8 [blocks_of(layer) * 64] or longer; see `read_part`."""
-        for part in range(len(self._layers[layer])):
-            self.read_part(layer, expert, part, target)
-
-    def read_part(self, layer: int, expert: int, part: int, target: Bytes) -> None:
-        """Reads an expert's matrix of one stack into its place; nothing if there is no such stack.
+        """Reads one expert into a slot, uint8 [blocks_of(layer) * 64] or longer.
 
         Raises:
             ModelFileError: The file is shorter than it was, or a value of it is not finite.
             OSError: It cannot be read.
         """
         blocks = target.reshape(-1, BLOCK_BYTES)
-        for stack in self._layers[layer][part : part + 1]:
+        for stack in self._layers[layer]:
             info = stack.info
             nbytes = info.nbytes // info.shape[0]
             raw = self._room(nbytes)

@@ -183,6 +183,11 @@ class ExpertStore:
         """Slots that hold an expert."""
         return int((self._layer_of != _NOBODY).sum())
 
+    def read(self, layer: int, expert: int, target: Bytes) -> None:
+        """Reads an expert to anywhere; raises as `ensure`."""
+        for part in range(self.shape.num_parts):
+            self._reader(layer, expert, part, target)
+
     def close(self) -> None:
         """Ends what is being read ahead."""
         self._threads.shutdown(cancel_futures=True)
@@ -248,7 +253,7 @@ class ExpertStore:
         # Two threads may take from one iterator of a list.
         work = iter([(expert, slot, part) for expert, slot in wanted for part in parts])
         helper = None
-        if is_shared and len(wanted) * len(parts) > 1:
+        if is_shared and len(wanted) > 1:  # for one, waking another thread costs what it saves
             helper = self._threads.submit(self._read_all, layer, work)
         try:
             try:
@@ -296,18 +301,21 @@ class ExpertStore:
         return slot
 
     def _least_missed(self, layer: int, kept: Sequence[Expert]) -> int:
+        """The fewer calls of numpy the better: a step waits, and each finds its data cold."""
         shape = self.shape
         uses = self.uses.reshape(-1)[self._name_of]
-        uses[self._layer_of == _NOBODY] = np.inf
-        own = [slot for i, e in kept if (slot := self.slot_of[i, e]) >= 0]
-        uses[own] = np.inf
-        fair = min(shape.top_k, self.num_slots // shape.num_layers)
-        is_poor = self._num_held <= fair
+        if self._num_held.sum() < self.num_slots:  # some are being filled just now
+            uses[self._layer_of == _NOBODY] = np.inf
+        uses[[slot for i, e in kept if (slot := self.slot_of.item(i, e)) >= 0]] = np.inf
+        is_poor = self._num_held <= min(shape.top_k, self.num_slots // shape.num_layers)
         is_poor[layer] = False
-        polite = np.where(is_poor[self._layer_of], np.inf, uses)
-        least = polite.min()
-        if np.isinf(least):
-            polite, least = uses, uses.min()
+        polite = np.where(is_poor[self._layer_of], np.inf, uses) if is_poor.any() else uses
+        slot = int(polite.argmin())
+        if polite[slot] == np.inf:
+            polite, slot = uses, int(uses.argmin())
         # The least used, of those the longest held.
-        same = np.flatnonzero(polite == least)
-        return int(same[0] if same.size == 1 else same[self._taken_at[same].argmin()])
+        is_same = polite == polite[slot]
+        if np.count_nonzero(is_same) > 1:
+            same = np.flatnonzero(is_same)
+            slot = int(same[self._taken_at[same].argmin()])
+        return slot

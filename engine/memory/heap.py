@@ -1,17 +1,20 @@
-"""What the C allocator keeps of memory that was freed, which glibc does for ever unless asked.
+"""Memory that nobody uses and that is not the system's again.
 
-A compilation leaves some hundred megabytes of it.
+Compiled programs are freed by the collector of cycles alone, and the C allocator keeps what they
+and their compilation took, with glibc for ever unless asked: some hundred megabytes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 from collections.abc import Callable
 
 
 def give_back() -> None:
     """Returns it to the system, in some ten milliseconds; any thread may ask."""
+    gc.collect()
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -93,12 +93,18 @@ class ExpertPool:
         """
         self.shape = shape
         self.records = records
-        self.store = ExpertStore(shape, records.read_part, overlaps=overlaps)
+        self._reader = encode.RecordReader(records, shape.num_layers) if is_native else None
+        read = self._reader.read if self._reader else self._read_slowly
+        self.store = ExpertStore(shape, read, overlaps=overlaps)
         self.view: ExpertView | None = None
         self._is_native = is_native
         self._native: NativeExpertCache | None = None
         self._region: Region | None = None
         self._epoch = 0
+
+    def _read_slowly(self, layer: int, expert: int, part: int, target: Bytes) -> None:
+        del part
+        self.records.read(layer, expert, target)
 
     @property
     def num_slots(self) -> int:
@@ -227,7 +233,7 @@ class ExpertPool:
         def read(expert: Expert) -> int:
             layer, first = expert[0], places[expert]
             record = blocks[first : first + self.records.blocks_of(layer)]
-            self.records.read(*expert, record.reshape(-1))
+            self.store.read(*expert, record.reshape(-1))
             return self.records.file_bytes(layer)
 
         with ThreadPoolExecutor(_READERS, thread_name_prefix="experts") as threads:
@@ -360,8 +366,7 @@ def _shape(spec: ModelSpec, records: ExpertRecords) -> ExpertShape:
     routers = [_experts_of(spec, i).router for i in expert_layers(spec)]
     most_used = max(router.num_used for router in routers)
     slot_bytes = records.num_blocks * BLOCK_BYTES
-    num_experts = routers[0].num_experts
-    return ExpertShape(len(routers), num_experts, most_used, slot_bytes, records.num_parts)
+    return ExpertShape(len(routers), routers[0].num_experts, most_used, slot_bytes)
 
 
 def _experts_of(spec: ModelSpec, layer: int) -> MoeFfnSpec:

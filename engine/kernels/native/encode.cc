@@ -1,9 +1,14 @@
 // Rows of GGUF blocks to the tiled planes of a layout: the bytes that engine/gguf/encode.py and
 // tiles.py make, for the formats of which experts are read while a step waits. The block formats are
 // ggml's (ggml-common.h), the order of a tile is that of engine/gguf/layouts.py.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <new>
 
 namespace kvarts {
 namespace {
@@ -99,18 +104,28 @@ constexpr int64_t factor_bytes() {
   return F::kColumns == 256 ? (F::kCodeBytes == 256 ? 16 : 8) : 0;
 }
 
+// Bytes of a tile's codes, and of its scales.
+template <typename F>
+int64_t tile_codes(int64_t cols) {
+  return kRows * cols / F::kColumns * F::kCodeBytes;
+}
+
+template <typename F>
+int64_t tile_scales(int64_t cols) {
+  return kRows * cols / F::kColumns * (F::kScaleBytes + factor_bytes<F>());
+}
+
 template <typename F>
 int64_t encode(const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* codes, uint8_t* scales, uint8_t* offsets) {
   const int64_t blocks = cols / F::kColumns, row_bytes = blocks * F::kBytes;
-  const int64_t tile_codes = kRows * blocks * F::kCodeBytes;
-  const int64_t tile_scales = kRows * blocks * (F::kScaleBytes + factor_bytes<F>());
-  const int64_t tile_offsets = F::kOffsetBytes ? tile_scales : 0;
+  const int64_t codes_step = tile_codes<F>(cols), scales_step = tile_scales<F>(cols);
+  const int64_t offsets_step = F::kOffsetBytes ? scales_step : 0;
   for (int64_t first = 0; first < rows; first += kRows) {
     const int64_t count = std::min<int64_t>(kRows, rows - first);
     if (count < kRows) {
-      std::memset(codes, 0, tile_codes);
-      std::memset(scales, 0, tile_scales);
-      if (tile_offsets) std::memset(offsets, 0, tile_offsets);
+      std::memset(codes, 0, codes_step);
+      std::memset(scales, 0, scales_step);
+      if (offsets_step) std::memset(offsets, 0, offsets_step);
     }
     // Of a block the parts of all rows lie side by side, so it is written whole before the next.
     for (int64_t b = 0; b < blocks; ++b) {
@@ -119,15 +134,78 @@ int64_t encode(const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* codes, u
       for (int64_t r = 0; r < count; ++r) {
         const uint8_t* block = raw + (first + r) * row_bytes + b * F::kBytes;
         if (!F::encode(block, (int)r, codes + kRows * b * F::kCodeBytes, scales + half,
-                       tile_offsets ? offsets + half : nullptr, rest))
+                       offsets_step ? offsets + half : nullptr, rest))
           return first + r;
       }
     }
-    codes += tile_codes;
-    scales += tile_scales;
-    offsets += tile_offsets;
+    codes += codes_step;
+    scales += scales_step;
+    offsets += offsets_step;
   }
   return -1;
+}
+
+// A matrix of a record: where it is in the file for the first expert, and its planes in a slot.
+struct Part {
+  int64_t descriptor, format, offset, nbytes, rows, cols, codes, scales, offsets;
+};
+
+enum Wrong : int64_t { kEnded = 1, kErrno = 2, kNotFinite = 3, kNoMemory = 4 };
+
+// Of the file at a time, so that what was read is still in the second cache when it is encoded.
+constexpr int64_t kPieceBytes = 1 << 16;
+
+// Reads all of it; 0, kEnded or kErrno with the number in `detail`.
+int64_t read_fully(int descriptor, uint8_t* to, int64_t count, int64_t at, int64_t* detail) {
+  while (count > 0) {
+    const ssize_t got = pread(descriptor, to, count, at);
+    if (got == 0) return kEnded;
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      *detail = errno;
+      return kErrno;
+    }
+    to += got;
+    at += got;
+    count -= got;
+  }
+  return 0;
+}
+
+template <typename F>
+int64_t read_part(const Part& p, int64_t expert, uint8_t* slot, int64_t* detail) {
+  const int64_t row_bytes = p.nbytes / p.rows;
+  const int64_t step = std::max<int64_t>(kRows, kPieceBytes / row_bytes / kRows * kRows);
+  thread_local std::unique_ptr<uint8_t[]> scratch;
+  thread_local int64_t scratch_bytes = 0;
+  if (scratch_bytes < step * row_bytes) {
+    scratch_bytes = 0;
+    scratch.reset(new (std::nothrow) uint8_t[step * row_bytes]);
+    if (!scratch) return kNoMemory;
+    scratch_bytes = step * row_bytes;
+  }
+  for (int64_t first = 0; first < p.rows; first += step) {
+    const int64_t count = std::min(step, p.rows - first), tile = first / kRows;
+    const int64_t at = p.offset + expert * p.nbytes + first * row_bytes;
+    if (const int64_t wrong = read_fully((int)p.descriptor, scratch.get(), count * row_bytes, at, detail)) return wrong;
+    const int64_t scales = tile * tile_scales<F>(p.cols);
+    const int64_t bad = encode<F>(scratch.get(), count, p.cols, slot + p.codes + tile * tile_codes<F>(p.cols),
+                                  slot + p.scales + scales, F::kOffsetBytes ? slot + p.offsets + scales : nullptr);
+    if (bad >= 0) {
+      *detail = first + bad;
+      return kNotFinite;
+    }
+  }
+  return 0;
+}
+
+int64_t read_any(const Part& p, int64_t expert, uint8_t* slot, int64_t* detail) {
+  switch (p.format) {
+    case kQ8_0: return read_part<Q8_0>(p, expert, slot, detail);
+    case kQ4_K: return read_part<Q4_K>(p, expert, slot, detail);
+    case kQ6_K: return read_part<Q6_K>(p, expert, slot, detail);
+    default: return read_part<Mxfp4>(p, expert, slot, detail);
+  }
 }
 
 }  // namespace
@@ -137,7 +215,7 @@ int64_t encode(const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* codes, u
 
 // Fills the planes of `rows` rows, the first of which starts a tile. Returns -1, or a row with a scale
 // that is not finite, or -2 if there is no such format.
-extern "C" int64_t kvarts_encode(int32_t format, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* codes,
+extern "C" int64_t kvarts_encode(int64_t format, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* codes,
                                  uint8_t* scales, uint8_t* offsets) {
   using namespace kvarts;
   switch (format) {
@@ -147,6 +225,18 @@ extern "C" int64_t kvarts_encode(int32_t format, const uint8_t* raw, int64_t row
     case kMxfp4: return encode<Mxfp4>(raw, rows, cols, codes, scales, offsets);
     default: return -2;
   }
+}
+
+// Reads an expert's record into a slot. Returns 0, or 8 times the part that failed plus what is wrong;
+// `detail` is then an errno or a row.
+extern "C" int64_t kvarts_read_record(const int64_t* parts, int64_t count, int64_t expert, uint8_t* slot,
+                                      int64_t* detail) {
+  for (int64_t i = 0; i < count; ++i) {
+    kvarts::Part part;
+    std::memcpy(&part, parts + 9 * i, sizeof part);
+    if (const int64_t wrong = kvarts::read_any(part, expert, slot, detail)) return 8 * i + wrong;
+  }
+  return 0;
 }
 
 #pragma GCC visibility pop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from gguf import GGMLQuantizationType as Type
 
 from engine.errors import ModelFileError
 from engine.gguf.arena import Matrix, fill_matrix, plan_matrix
+from engine.gguf.expert_records import ExpertRecords
 from engine.gguf.layouts import BLOCK_BYTES
 from engine.gguf.reader import GgufFile
-from engine.kernels.native.encode import fill
+from engine.kernels.native.encode import RecordReader, fill
 from tests.ggufs import random_blocks, write_gguf
 from tests.native import requires_native
 
@@ -67,3 +69,47 @@ def test_other_formats_go_through_numpy(tmp_path: Path) -> None:
     matrix, raw = planned(tmp_path / "m.gguf", Type.Q5_K, 32, 256)
     expected, found = encode_both(matrix, Type.Q5_K, raw)
     np.testing.assert_array_equal(found, expected)
+
+
+def opened(tmp_path: Path, kinds: list[Type], rows: int = 200) -> ExpertRecords:
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"w{i}": (random_blocks(rng, kind, (3, rows, 512)), kind) for i, kind in enumerate(kinds)
+    }
+    path = write_gguf(tmp_path / "m.gguf", tensors=tensors)
+    with GgufFile.open(path) as file:
+        return ExpertRecords(file, [list(tensors)], tiled=True)
+
+
+@pytest.mark.parametrize("kinds", [FORMATS, [Type.Q4_K, Type.F32]])
+def test_a_record_read_at_once_has_the_bytes_of_one_read_by_numpy(
+    kinds: list[Type], tmp_path: Path
+) -> None:
+    # So many rows that a matrix comes in several pieces.
+    records = opened(tmp_path, kinds, rows=1000)
+    reader = RecordReader(records, 1)
+    shape = records.num_blocks * BLOCK_BYTES
+    for expert in range(3):
+        expected, found = np.full(shape, 0xEE, np.uint8), np.full(shape, 0xEE, np.uint8)
+        records.read(0, expert, expected)
+        reader.read(0, expert, 0, found)
+        np.testing.assert_array_equal(found, expected)
+    records.close()
+
+
+def test_a_record_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    records = opened(tmp_path, [Type.Q8_0, Type.MXFP4])
+    reader = RecordReader(records, 1)
+    slot = np.zeros(records.num_blocks * BLOCK_BYTES, np.uint8)
+    (info, _) = records.sources(0)[1]
+    path = tmp_path / "m.gguf"
+    content = bytearray(path.read_bytes())
+    content[info.offset + 17 * 16 * 7] = 255
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match="'w1' has a block scale in row 7 that is not finite"):
+        reader.read(0, 0, 0, slot)
+    reader.read(0, 1, 0, slot)
+    os.truncate(path, info.offset + 10)
+    with pytest.raises(ModelFileError, match="ends inside tensor 'w1'"):
+        reader.read(0, 0, 0, slot)
+    records.close()
