@@ -18,7 +18,7 @@ from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildWish
 from engine.types import EngineConfig, Event, Failed, Finished, Request, SamplingParams
 
-KV_BYTES = 256 << 20
+KV_BYTES = 512 << 20
 PROMPT = tuple(range(3, 250))
 
 

@@ -122,19 +122,18 @@ def test_experts_that_still_fit_are_not_read_again(is_native: bool, tmp_path: Pa
     runner.warm_up()
     pool = pool_of(runner)
     read: list[tuple[int, int]] = []
-    inner = pool.records.read
+    inner = pool.store.read
 
     def spy(layer: int, expert: int, target: Any) -> None:
         read.append((layer, expert))
         inner(layer, expert, target)
 
-    pool.records.read = spy  # pyright: ignore[reportAttributeAccessIssue] -- to count
+    pool.store.read = spy  # pyright: ignore[reportAttributeAccessIssue] -- to count
     resize(runner, 12)
     kept = set(pool.store.most_used(12))
     assert len(kept) == pool.store.used == 12
     assert not read
     resize(runner, pool.shape.ceiling)
-    # The run of the programs brings some that were not kept, in place of others.
     assert len(read) == len(set(read)) == pool.shape.ceiling - 12
 
 
