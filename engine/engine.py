@@ -330,6 +330,7 @@ class Engine:
             # Nothing new gets in once a stop was asked for, so an idle engine stays idle.
             is_over = self._stop_at_s is not None and not self._scheduler.has_work
             is_over = is_over and not self._inbox and not self._scheduler.num_transfers
+        self.rebuilds.tell()
         if events:
             self._sink(events)
         return not is_over

@@ -155,6 +155,7 @@ class Rebuilds:
         self._pages = pages
         self._failpoints = failpoints
         self._job: _Job | None = None
+        self._done: list[tuple[list[Future[RebuildReport]], RebuildReport]] = []
         self.state = RebuildState.SERVING
         self.last_request_id = ""
         self.failed_in = ""
@@ -201,11 +202,18 @@ class Rebuilds:
         elif job.is_drained:
             give_back()  # what compiling left, before more is taken
             self._replace(job)
-            give_back()  # the old programs went with it
         elif job.drains_until_s is not None:
             self._drain(job)
         elif job.compiled.done():
             self._begin_drain(job)
+
+    def tell(self) -> None:
+        """Answers who waits for a rebuild that was done, now that everybody can see the new sizes."""
+        done, self._done = self._done, []
+        for waiters, report in done:
+            _answer(waiters, report)
+        if done:
+            give_back()  # the old programs are gone
 
     def stop(self, make_error: Callable[[], EngineError]) -> None:
         """Gives up a rebuild that has replaced nothing yet."""
@@ -372,7 +380,7 @@ class Rebuilds:
             stages=tuple(job.times.items()),
         )
         self._end(job)
-        _answer(job.waiters, report)
+        self._done.append((job.waiters, report))
 
     def _held(self, at_most: int | None = None) -> HeldState:
         experts = self._doors.num_experts()
