@@ -48,10 +48,12 @@ class Products:
 
     `banks` are the adapters' of the layer that runs, `layer` its place in them; `adapters` lists
     those of each of `num_decodes` rows of one token and of the chunk, None in programs without.
+    `live` int32 [N] is negative for tokens that are padding; None: there is none.
     """
 
     spec: ModelSpec
     weights: Weights
+    live: jax.Array | None = None
     num_decodes: int = 0
     adapters: AdapterLists | None = None
     banks: Mapping[str, Bank] = field(default_factory=dict[str, Bank])
@@ -95,8 +97,7 @@ class Products:
         `is_fine`: see `qmatmuls`.
         """
         matrices = [cast(MatrixStack, own[name]) for name in names]
-        live = self.step.positions
-        products = qmatmuls(self.weights.arena, matrices, x, live=live, is_fine=is_fine)
+        products = qmatmuls(self.weights.arena, matrices, x, live=self.live, is_fine=is_fine)
         products = self.adapted(names, x, products)
         return [
             y + vector(own, f"{name}.bias") if name in biases else y

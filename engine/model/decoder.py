@@ -88,6 +88,7 @@ def forward(
         spec=spec,
         weights=weights,
         step=step,
+        live=step.positions,
         num_decodes=num_decodes,
         adapters=step.adapters,
         turns=turns_of(spec, weights, step.positions),

@@ -71,7 +71,11 @@ def test_a_step_that_fails(step: Site, kind: PoolKind, grows: bool, cause: str) 
         "cancel": lambda: asked[0].cancel(),
         "deadline": lambda: drive.clock.advance(1000.0),
     }
-    point = AtStep(step, lambda: acts[cause]() and None)
+
+    def act() -> None:
+        acts[cause]()
+
+    point = AtStep(step, act)
     drive = Drive(failpoints=point, **config)  # pyright: ignore[reportArgumentType] -- by name
     size = more if grows else less
     if size is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.gguf.vocab import Vocab
@@ -16,7 +18,7 @@ _WORDPIECE = [
     ("[SEP]", 0.0, CONTROL),
     ("\u2581a", 0.0, NORMAL),
 ]
-_BERT = {"unk_token": 1, "bos_token": 2, "eos_token": 3, "sep_token": 3}
+_BERT: dict[str, Any] = {"unk_token": 1, "bos_token": 2, "eos_token": 3, "sep_token": 3}
 
 
 def layout_of(vocab: Vocab) -> PairLayout:
@@ -33,7 +35,7 @@ def layout_of(vocab: Vocab) -> PairLayout:
         ({"add_bos": False}, PairLayout((), (3,), ())),
     ],
 )
-def test_wordpiece(flags: dict[str, bool], layout: PairLayout) -> None:
+def test_wordpiece(flags: dict[str, Any], layout: PairLayout) -> None:
     assert layout_of(make_vocab("bert", _WORDPIECE, **_BERT, **flags)) == layout
 
 
