@@ -36,3 +36,18 @@ def pytest_configure(config: pytest.Config) -> None:
     from engine.kernels import native  # imports jax: only where it is asked for
 
     native.LIBRARY = library
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of another library only the tests that need the native kernels say anything."""
+    if config.getoption("native_library") is None:
+        return
+    from tests.native import NOT_BUILT
+
+    others = [item for item in items if not _has_reason(item, NOT_BUILT)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if _has_reason(item, NOT_BUILT)]
+
+
+def _has_reason(item: pytest.Item, reason: str) -> bool:
+    return any(mark.kwargs.get("reason") == reason for mark in item.iter_markers("skipif"))

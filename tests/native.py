@@ -10,9 +10,8 @@ import pytest
 
 from engine.kernels import native
 
-requires_native = pytest.mark.skipif(
-    native.isa() is None, reason="the native kernels were not built"
-)
+NOT_BUILT = "the native kernels were not built"
+requires_native = pytest.mark.skipif(native.isa() is None, reason=NOT_BUILT)
 
 
 def instruction_sets() -> list[str]:
@@ -20,7 +19,7 @@ def instruction_sets() -> list[str]:
     if native.isa() is None:
         return []
     found: list[str] = []
-    for name in ("portable", "avx2", "avxvnni", "avx512vnni", "dotprod"):
+    for name in ("portable", "avx2", "avxvnni", "avx512vnni", "dotprod", "i8mm"):
         try:
             with instructions(name):
                 found.append(name)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from engine.kernels.native.build import compile_library
 
-TESTS = ("tests/unit/engine/kernels", "tests/numerics")
+_NUMERICS = ("native", "native_families", "native_adapters", "recurrent_families")
+TESTS = ("tests/unit/engine/kernels", *(f"tests/numerics/test_{name}.py" for name in _NUMERICS))
 
 _OPTIONS = {
     # The interpreter's own leaks are not what is looked for.
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
             return 1
         # The interpreter is not instrumented, so the runtimes must be there before it.
         preload = " ".join(_runtime(name) for name in ("libasan.so", "libubsan.so"))
-        command = [sys.executable, "-m", "pytest", f"--native-library={library}", "-k", "native"]
+        command = [sys.executable, "-m", "pytest", f"--native-library={library}"]
         tests = arguments or [*TESTS]
         environment = os.environ | _OPTIONS | {"LD_PRELOAD": preload}
         return subprocess.run([*command, *tests], env=environment, check=False).returncode

@@ -11,6 +11,8 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__)
+#include <sys/sysctl.h>
 #endif
 
 #include "activations.h"
@@ -25,6 +27,7 @@ namespace avxvnni { extern const Kernels kernels; }
 namespace avx512vnni { extern const Kernels kernels; }
 #elif defined(__aarch64__)
 namespace dotprod { extern const Kernels kernels; }
+namespace i8mm { extern const Kernels kernels; }
 #endif
 
 namespace {
@@ -43,6 +46,17 @@ bool has_dot_products() {
   return true;  // every processor of Apple that runs macOS
 #endif
 }
+
+// Dot products of unsigned with signed bytes.
+bool has_mixed_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+#else
+  int has = 0;
+  size_t size = sizeof has;
+  return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) && has;
+#endif
+}
 #endif
 
 // What this processor runs, the best first.
@@ -59,6 +73,7 @@ std::vector<const Kernels*> supported() {
   if (has_avx2 && has_avx_vnni()) found.push_back(&avxvnni::kernels);
   if (has_avx2) found.push_back(&avx2::kernels);
 #elif defined(__aarch64__)
+  if (has_dot_products() && has_mixed_dot_products()) found.push_back(&i8mm::kernels);
   if (has_dot_products()) found.push_back(&dotprod::kernels);
 #endif
   found.push_back(&portable::kernels);

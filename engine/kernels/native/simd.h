@@ -156,13 +156,15 @@ inline Four four(const int8_t* x) { return x; }
 // columns times its largest magnitude is at most 512.
 // kIsPlus128: `add` leaves the 128 in; 128 times the sum of x is to be taken off.
 // kSumsAreExact: accumulators are exact sums all along, and `finish` does nothing.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool kIsPlus128 = true, kSumsAreExact = true;
 typedef U8 Codes;
 inline Codes signed_codes(U8 stored) { return stored; }
 inline I32 add_low(I32 acc, U8 codes, Four x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, x);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (I32)vusdotq_s32((int32x4_t)acc, (uint8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)x)));
 #else
   return (I32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, x);
 #endif
