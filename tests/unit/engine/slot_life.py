@@ -202,8 +202,10 @@ class SlotLife:
 
     def tenant_of(self, slot: SlotInfo) -> str | None:
         """Whose content a slot holds, None if nobody was ever served there."""
-        if slot.request is not self._last.get(slot.slot_id):
-            is_warming = slot.request is not None and slot.request.is_warming
+        # A request without a prompt says nothing of the content, which may be back from the shelf.
+        is_new = slot.request is not self._last.get(slot.slot_id)
+        if is_new and slot.request is not None and slot.request.prompt:
+            is_warming = slot.request.is_warming
             self._before[slot.slot_id] = self.tenants.get(slot.slot_id) if is_warming else None
         self._last[slot.slot_id] = slot.request
         owner = self._owners.get((slot.slot_id, id(slot.request)))
