@@ -208,6 +208,9 @@ class SlotLife:
             is_warming = slot.request.is_warming
             self._before[slot.slot_id] = self.tenants.get(slot.slot_id) if is_warming else None
         self._last[slot.slot_id] = slot.request
+        if slot.state in (SlotState.PREFILL, SlotState.DECODE):
+            # Who was pre-empted before a restore, and goes on here, has brought its own content.
+            self._owners.pop((slot.slot_id, id(slot.request)), None)
         owner = self._owners.get((slot.slot_id, id(slot.request)))
         if owner is not None:
             return owner

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parents[3]
 _GOOD_CHILD = """
     import json, os, sys
     options = json.loads(sys.stdin.readline())
-    print("child", os.getpid(), options["service"], flush=True)
+    print(f"child {os.getpid()} {options['service']}\\n", end="", flush=True)
     sys.stdin.read()
 """
 
@@ -34,7 +34,7 @@ _STUBBORN_CHILD = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import json
     options = json.loads(sys.stdin.readline())
-    print("child", os.getpid(), options["service"], flush=True)
+    print(f"child {os.getpid()} {options['service']}\\n", end="", flush=True)
     time.sleep(600)
 """
 
@@ -78,7 +78,7 @@ def _running(
         from service.launcher import launch
 
         async def serve(options, stop):
-            print("serving", options.private_socket, flush=True)
+            print(f"serving {{options.private_socket}}\\n", end="", flush=True)
             {serve}
 
         options = server_command_line({flags!r}, {{"XDG_CONFIG_HOME": "/nowhere"}})
@@ -191,7 +191,7 @@ def test_the_end_of_the_gateway_ends_the_server(ending: str, status: int) -> Non
     child = f"""
         import os, sys
         sys.stdin.readline()
-        print("child", os.getpid(), "unix:", flush=True)
+        print(f"child {{os.getpid()}} unix:\\n", end="", flush=True)
         {ending}
     """
     with _running(child, _WAITING) as run:
