@@ -19,7 +19,6 @@ from enum import Enum
 from engine.errors import EngineError
 from engine.failpoints import Failpoints, Site
 from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack
-from engine.memory.heap import give_back
 from engine.memory.pages import PageAllocator
 from engine.memory.split import PoolSizes, Split, SplitShape, check_target
 from engine.slots.forecast import forecast
@@ -200,7 +199,7 @@ class Rebuilds:
         if _is_given_up(job):
             self._end(job)
         elif job.is_drained:
-            give_back()  # what compiling left, before more is taken
+            self._runner.give_back()  # what compiling left, before more is taken
             self._replace(job)
         elif job.drains_until_s is not None:
             self._drain(job)
@@ -213,7 +212,7 @@ class Rebuilds:
         for waiters, report in done:
             _answer(waiters, report)
         if done:
-            give_back()  # the old programs are gone
+            self._runner.give_back()  # the old programs are gone
 
     def stop(self, make_error: Callable[[], EngineError]) -> None:
         """Gives up a rebuild that has replaced nothing yet."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
+from engine.memory.heap import give_back
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.device_pools import Pools, first_pools, new_pages, new_states_of
@@ -272,6 +273,10 @@ class JaxRunner:
         for bucket in self._programs.buckets():
             if bucket.chunk <= LONG_CHUNK:
                 self._call(bucket, self._programs.packed(bucket).pack(StepBatch((), None)))
+
+    def give_back(self) -> None:
+        """See `engine.step.Resizable`."""
+        give_back()
 
     @property
     def _config(self) -> RunnerConfig:

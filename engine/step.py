@@ -392,6 +392,10 @@ class Resizable(Protocol):
         """Runs programs once on padding."""
         ...
 
+    def give_back(self) -> None:
+        """Returns host memory to the system that compilations and earlier sizes have left."""
+        ...
+
 
 class Runner(DeviceStore, Resizable, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""

@@ -355,6 +355,9 @@ class FakeRunner:
                 self._forget()
             raise error
 
+    def give_back(self) -> None:
+        """Nothing here is the process's memory."""
+
     @property
     def state_layout(self) -> StateLayout | None:
         return StateLayout(1, (2, _STATE_TOKENS), None) if self.num_states else None
