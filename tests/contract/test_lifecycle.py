@@ -266,10 +266,16 @@ async def test_a_stop_finishes_what_runs_and_refuses_what_waits() -> None:
 
 async def test_a_stop_cuts_what_runs_too_long() -> None:
     gate = StepGate()
-    async with serving(runner=gated_runner(gate)) as it:
-        running = asyncio.create_task(failure(it.collect(LONG)))
+    # More steps than there can be between the gate's opening and the stop.
+    config = replace(CONFIG, context_tokens=4096, num_slots=1)
+    endless = GenerateRequest(text="a long one", ignore_eos=True, max_tokens=4000)
+    async with serving(config=config, runner=gated_runner(gate)) as it:
+        running = asyncio.create_task(failure(it.collect(endless)))
         await gate.arrival()
+        watch = it.health.Watch(health_pb2.HealthCheckRequest(service=READY_SERVICE))
+        assert (await watch.read()).status == SERVING
         stopping = asyncio.create_task(it.server.stop(0.5))
+        assert (await watch.read()).status == NOT_SERVING
         gate.open()
         cut = await running
         await stopping
