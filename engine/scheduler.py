@@ -12,23 +12,18 @@ from dataclasses import replace
 import numpy as np
 
 from engine.adapters.changes import AdapterChanges
-from engine.adapters.effective import EffectiveSet
-from engine.errors import EngineError, EngineFault
 from engine.failpoints import Site
 from engine.generation import Ending
 from engine.memory.pages import PageAllocator
-from engine.memory.prefix_index import PrefixRoot
 from engine.pooling import StatePooling
-from engine.scheduling.beginning import begin_row
+from engine.scheduling.admission import Admission, AdmissionParts
 from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.ledger import Ledger
 from engine.scheduling.parts import NonFiniteLogits, SchedulerParts
-from engine.scheduling.patience import gains_by_waiting, reuse_limit
 from engine.scheduling.plan import StepPlan, plan_step, plan_texts
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
 from engine.scheduling.row import Arrival, Row, deadline_error
-from engine.scheduling.shelf import Shelf
 from engine.scheduling.shift import Shifts
 from engine.scheduling.transfers import Transfers, busy
 from engine.scheduling.wishes import Restore, Save
@@ -50,12 +45,21 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._rows: dict[str, Row] = {}
         self._erasures = Erasures(table)
-        self._transfers = Transfers(
-            parts.for_transfers(self._as_engine_error, self._empty_all), table, self._room
-        )
+        self._transfers = Transfers(parts.for_transfers(self._empty_all), table, self._room)
         self.adapter_changes = AdapterChanges(parts.adapters, self.num_users)
         self._ledger = Ledger()
-        self._num_tasks = 0
+        self._admission = Admission(
+            AdmissionParts(
+                parts=parts,
+                table=table,
+                prefixes=self._prefixes,
+                room=self._room,
+                queue=self._queue,
+                rows=self._rows,
+                ledger=self._ledger,
+                on_failure=self._empty_if_lost,
+            )
+        )
         self._num_turns = 0
         # While the pools are about to be replaced, what waits goes on waiting.
         self.is_open = True
@@ -110,7 +114,7 @@ class Scheduler:
                 return
         arrival = Arrival(request, submitted_s, save=save)
         self._queue.push(arrival)
-        self._refuse_if_too_long(arrival)
+        self._admission.refuse_if_too_long(arrival)
 
     def transfer(self, wish: Save | Restore) -> None:
         """Saves or restores a slot from the next step on in which it is idle."""
@@ -119,16 +123,7 @@ class Scheduler:
     def refuse_too_long(self) -> None:
         """Fails what waits and can never start, since the pool was made smaller."""
         for arrival in list(self._queue.in_turn()):
-            self._refuse_if_too_long(arrival)
-
-    def _refuse_if_too_long(self, arrival: Arrival) -> None:
-        refusal = self._room.refusal(len(arrival.tokens))
-        if refusal is not None:
-            self._refuse(arrival, refusal)
-
-    def _refuse(self, arrival: Arrival, error: Exception) -> None:
-        self._queue.discard(arrival.request.request_id)
-        self._ledger.failed(arrival.request, error, arrival.row)
+            self._admission.refuse_if_too_long(arrival)
 
     def cancel(self, request_id: str, cause: CancelCause) -> None:
         """Ends a request at once; one that has ended already is left alone."""
@@ -142,18 +137,8 @@ class Scheduler:
             self._ledger.cancelled(arrival.request, cause, arrival.row)
 
     def pass_over(self, request: Request) -> None:
-        """Counts a prompt that was refused for its length as a use of the slot it would have got.
-
-        Source: llama.cpp looks at a prompt's length after it has given it a slot.
-        """
-        try:
-            adapters = self._parts.adapters.freeze(request.adapters, request.prompt)
-        except EngineError:
-            return  # it would have got none
-        root = self._parts.prefix_root(request, adapters.prefix_key)
-        slot = self._table.choose(request.prompt, root=root, pinned=request.slot_id)
-        if slot is not None:
-            self._table.release(slot)
+        """Counts a prompt that was refused for its length as a use of the slot it would have got."""
+        self._admission.pass_over(request)
 
     def erase(self, erasure: Erasure) -> None:
         """Erases a slot in the next step in which it is idle."""
@@ -165,7 +150,7 @@ class Scheduler:
         """Fails the requests that never started, or that wait at all, and whatever else waits."""
         for arrival in list(self._queue.in_turn()):
             if arrival.row is None or begun_too:
-                self._refuse(arrival, make_error())
+                self._admission.refuse(arrival, make_error())
         self._erasures.fail(make_error)
         self.adapter_changes.fail(make_error)
         self._transfers.refuse_waiting(make_error)
@@ -188,7 +173,7 @@ class Scheduler:
         self.adapter_changes.run()
         if self.is_open:
             self._transfers.run()
-            self._admit_all(now_s)
+            self._admission.admit_all(now_s)
         self._shift_all()
         self._make_room()
         for row in self._rows.values():
@@ -256,150 +241,12 @@ class Scheduler:
         if not keep:
             self._table.discard(row.home, row.reused)
         self._vacate(row)
-        self._ledger.failed(row.request, self._as_engine_error(cause), row)
+        self._ledger.failed(row.request, self._parts.as_engine_error(cause), row)
 
     def _lose(self, row: Row, cause: Exception, *, keep: bool) -> None:
         """Ends a row for which the device failed between steps."""
         self._fault(row, cause, keep=keep and not isinstance(cause, PoolLost))
         self._empty_if_lost(cause)
-
-    def _as_engine_error(self, cause: Exception) -> EngineError:
-        if isinstance(cause, EngineError):
-            return cause
-        fault = EngineFault(self._parts.new_error_id())
-        fault.__cause__ = cause
-        return fault
-
-    # Admission.
-
-    def _admit_all(self, now_s: float) -> None:
-        while self._admit_next(now_s):
-            pass
-
-    def _admit_next(self, now_s: float) -> bool:
-        """Takes the first waiting request that can start off the queue; False if none can."""
-        for arrival in self._queue.in_turn():
-            request = arrival.request
-            tokens = arrival.tokens
-            adapters = self._frozen_adapters(arrival)
-            if adapters is None:
-                return True
-            root = self._parts.prefix_root(request, adapters.prefix_key)
-            slot = self._table.choose(tokens, root=root, pinned=request.slot_id)
-            if slot is None and request.slot_id is not None:
-                continue
-            if slot is None:
-                return False
-            # Who waits for pages holds back everybody behind: otherwise short requests could
-            # keep a long one waiting for ever.
-            return self._admit(arrival, tokens, adapters, root, slot, now_s)
-        return False
-
-    def _frozen_adapters(self, arrival: Arrival) -> EffectiveSet | None:
-        """The set that the request keeps from now on; None if it has none, and so has failed."""
-        if arrival.row is not None:
-            return arrival.row.adapters
-        request = arrival.request
-        try:
-            return self._parts.adapters.freeze(request.adapters, request.prompt)
-        except EngineError as error:
-            self._queue.take(arrival)
-            self._ledger.failed(request, error, None)
-            return None
-
-    def _admit(
-        self,
-        arrival: Arrival,
-        tokens: tuple[int, ...],
-        adapters: EffectiveSet,
-        root: PrefixRoot,
-        slot: Slot,
-        now_s: float,
-    ) -> bool:
-        """Starts (or resumes) a request on an idle slot; False if it must wait."""
-        request = arrival.request
-        if not tokens:
-            self._pass_through(arrival, slot, now_s)
-            return True
-        limit = reuse_limit(arrival, adapters, slot)
-        found = self._prefixes.find(slot, root, request, tokens, limit=limit)
-        others = self._rows.values()
-        if gains_by_waiting(arrival, adapters, root, tokens, found, others, self._table):
-            return False
-        reserve = self._room.admission_tokens(request, len(tokens))
-        shelf = None
-        if request.is_warming:
-            try:
-                shelf = Shelf.of(slot, self._table, self._parts.runner)
-            except Exception as error:
-                self._refuse(arrival, self._as_engine_error(error))
-                self._empty_if_lost(error)
-                return True
-            found = self._prefixes.find(slot, root, request, tokens, limit=adapters.prefix_limit)
-        reuse = self._room.fit(slot, found, num_tokens=reserve)
-        if reuse is None and shelf is not None:
-            # Like everything idle, the old state gives way where the pool cannot hold both.
-            shelf, _ = None, shelf.drop()
-            reuse = self._room.fit(slot, found, num_tokens=reserve)
-        if reuse is None:
-            return False
-        self._queue.take(arrival)
-        seed = self._parts.seed_of(request)
-        row = arrival.row or self._begin_row(arrival, adapters, seed, cached=reuse.total)
-        if row is None:
-            if shelf is not None:
-                shelf.drop()
-            return True
-        try:
-            self._room.admit(slot, root, reuse, tokens, num_tokens=reserve)
-        except Exception as error:
-            self._ledger.failed(request, self._as_engine_error(error), arrival.row)
-            if shelf is not None:
-                shelf.put_back(slot)
-            self._empty_if_lost(error)
-            return True
-        row.slot, row.shelf = slot, shelf
-        row.reused, row.dropped = reuse.total, 0
-        self._rows[request.request_id] = row
-        self._occupy(slot, row)
-        if arrival.row is None:
-            self._ledger.started(row, seed=seed, source=reuse.source, no_reuse=reuse.no_reuse)
-        return True
-
-    def _begin_row(
-        self, arrival: Arrival, adapters: EffectiveSet, seed: int, *, cached: int
-    ) -> Row | None:
-        """Makes what a request needs to run; None if that failed, which only ends this request."""
-        try:
-            self._parts.failpoints.check(Site.ADMIT)
-            row = begin_row(self._parts, arrival, adapters, seed, self._table.context_tokens)
-        except Exception as error:
-            self._ledger.failed(arrival.request, self._as_engine_error(error), None)
-            return None
-        row.task_id = self._next_task_id()
-        row.cached_tokens = row.prompt_done = cached
-        return row
-
-    def _pass_through(self, arrival: Arrival, slot: Slot, now_s: float) -> None:
-        """Ends a request with an empty prompt; its slot keeps what it holds."""
-        self._queue.take(arrival)
-        slot.request = arrival.request
-        slot.task_id = self._next_task_id()
-        self._table.release(slot)
-        held = len(slot.tokens)
-        self._ledger.nothing_to_do(arrival, slot_id=slot.slot_id, held=held, now_s=now_s)
-
-    def _occupy(self, slot: Slot, row: Row) -> None:
-        slot.state = row.state
-        slot.request = row.request
-        slot.task_id = row.task_id
-        if row.adapters.prefix_limit is not None:
-            slot.mark(row.adapters.prefix_limit)
-
-    def _next_task_id(self) -> int:
-        task_id = self._num_tasks
-        self._num_tasks += 1
-        return task_id
 
     # Room.
 

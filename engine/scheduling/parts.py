@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.adapters.effective import SetMember, make_set
 from engine.adapters.loaded import LoadedAdapters
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineFault
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.prefix_index import PrefixRoot
@@ -56,18 +56,22 @@ class SchedulerParts:
         seed = request.sampling.seed
         return self.draw_seed() if seed is None else seed
 
-    def for_transfers(
-        self,
-        as_engine_error: Callable[[Exception], EngineError],
-        on_pool_lost: Callable[[], None],
-    ) -> TransferParts:
+    def as_engine_error(self, cause: Exception) -> EngineError:
+        """Returns an engine's error as it is and anything else as a fault with a new id."""
+        if isinstance(cause, EngineError):
+            return cause
+        fault = EngineFault(self.new_error_id())
+        fault.__cause__ = cause
+        return fault
+
+    def for_transfers(self, on_pool_lost: Callable[[], None]) -> TransferParts:
         """Returns what saves and restores need of it."""
         return TransferParts(
             store=self.runner,
             calls=self.calls,
             start=self.start_file_work,
             clock=self.clock,
-            as_engine_error=as_engine_error,
+            as_engine_error=self.as_engine_error,
             root_of=self._root_of,
             on_pool_lost=on_pool_lost,
         )
