@@ -53,7 +53,7 @@ class MessagesDialect:
     def end(self, outcome: Outcome) -> Sequence[Json]:
         """The ends of all blocks, and of the message."""
         events = self._start(outcome.sample)
-        for delta in self._with_owed(()):
+        for delta in self._with_owed(outcome.deltas):
             events += self.grown(delta)
         if self._reply.has_reasoning:
             signature: Json = {"type": "signature_delta", "signature": ""}

@@ -245,7 +245,10 @@ def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
 def _end(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts) -> Outcome:
     prompt_text = facts.prompt_texts.get(sample.job.prompt, "")
     deltas = with_ids(finished.chat_deltas)
-    return Outcome(sample, finished, "", (), (), prompt_text, deltas, timings_of(finished))
+    # What was sent cannot be cut any more.
+    text = finished.unsent_text
+    text = text[: max(0, len(text) - finished.indent_cut_chars)]
+    return Outcome(sample, finished, text, (), (), prompt_text, deltas, timings_of(finished))
 
 
 def _outcome(sample: Sample, facts: EndFacts) -> Outcome:

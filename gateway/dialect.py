@@ -34,8 +34,8 @@ class Step:
 class Outcome:
     """A complete sample: everything that any dialect's answer can show.
 
-    `text`, `tokens` and `probabilities` are empty at the end of a stream, which has sent them;
-    `deltas` are then what the end added to a chat's message, else all of it.
+    At the end of a stream, which has sent the rest, `tokens` and `probabilities` are empty, `text` is
+    what was withheld until then, and `deltas` are what the end added to a chat's message.
     `prompt_text` is "" unless the dialect asked for it.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from kvarts.v1 import generation_pb2
@@ -40,8 +41,9 @@ class NativeDialect:
         return [progressed(sample, progress, timings)]
 
     def end(self, outcome: Outcome) -> Sequence[Json]:
-        """The event that has `stop` true."""
-        return [final(outcome, self._model_name)]
+        """What was withheld until now, where something was, and the event that has `stop` true."""
+        last = final(replace(outcome, text=""), self._model_name)
+        return [withheld(outcome), last] if outcome.text else [last]
 
     def whole(self, outcomes: Sequence[Outcome]) -> Json:
         """One object, or a list for several prompts or samples."""
@@ -56,6 +58,11 @@ def partial(step: Step) -> dict[str, Json]:
     if step.probability is not None:
         event["completion_probabilities"] = [step.probability]
     return event
+
+
+def withheld(outcome: Outcome) -> dict[str, Json]:
+    """The event of text that came to be sent with no token of its own."""
+    return _event(outcome.sample, outcome.text, [], outcome.finished.completion_tokens, None)
 
 
 def progressed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvarts.v1 import generation_pb2
 
@@ -88,7 +89,7 @@ class ChatDialect:
             total["choices"] = ()
             total["usage"] = usage(outcome)
             events.append(total)
-        last = closing(outcome, self._facts.name)
+        last = closing(replace(outcome, text=""), self._facts.name)
         if "timings" in last:
             events[-1]["timings"] = last["timings"]
         if "__verbose" in last:

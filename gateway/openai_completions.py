@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvarts.v1 import generation_pb2
 
@@ -51,8 +52,14 @@ class CompletionsDialect:
         return [event]
 
     def end(self, outcome: Outcome) -> Sequence[Json]:
-        """The event with the finish reason, which always has the usage."""
-        return [self._final(outcome)]
+        """What was withheld until now, where something was, and the finish reason with the usage."""
+        last = self._final(replace(outcome, text=""))
+        if not outcome.text:
+            return [last]
+        rest = self._event(outcome.sample, outcome.text, None, None)
+        if outcome.sample.job.params.verbose:
+            rest["__verbose"] = native.withheld(outcome)
+        return [rest, last]
 
     def whole(self, outcomes: Sequence[Outcome]) -> Json:
         """One object with a choice per sample; its other members are the first sample's."""

@@ -31,7 +31,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _serving(
+async def serving(
     address: str,
     *,
     waits: bool = True,
@@ -40,6 +40,7 @@ async def _serving(
     reloads: Reloads | None = None,
     **options: object,
 ) -> AsyncGenerator[httpx.AsyncClient]:
+    """A gateway on a free port in front of the service at `address`."""
     told = GatewayOptions(service=address, **options)  # pyright: ignore[reportArgumentType] # tests name options freely
     service = connect(told)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -85,10 +86,10 @@ async def service() -> AsyncIterator[FakeService]:
 async def serve(service: FakeService) -> Serve:
     address = await service.start()
 
-    def serving(**options: object) -> AbstractAsyncContextManager[httpx.AsyncClient]:
-        return _serving(address, **options)  # pyright: ignore[reportArgumentType] # forwarded as given
+    def start(**options: object) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+        return serving(address, **options)  # pyright: ignore[reportArgumentType] # forwarded as given
 
-    return serving
+    return start
 
 
 @pytest.fixture

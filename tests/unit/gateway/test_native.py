@@ -251,6 +251,28 @@ async def test_stream_shows_held_text_and_hides_half_characters(
     assert ["timings" in event for event in shown] == [False, False, True, True]
 
 
+async def test_what_is_withheld_at_the_end_is_an_event_before_the_last(
+    client: httpx.AsyncClient, service: FakeService
+):
+    service.script = text_script("a", "", unsent_text="b\ufffd")
+    response = await client.post("/completion", json={"prompt": "Hi", "stream": True})
+    first, second, rest, last = events(response.text)
+    assert [event["content"] for event in (first, second, rest, last)] == ["a", "", "b\ufffd", ""]
+    assert list(rest) == list(second)
+    assert (rest["stop"], rest["tokens"], rest["tokens_predicted"]) == (False, [], 2)
+    assert last["stop"]
+
+
+@pytest.mark.parametrize(("cut", "shown"), [(1, "  b"), (3, ""), (9, "")])
+async def test_of_a_line_that_is_cut_a_stream_shows_what_was_sent(
+    client: httpx.AsyncClient, service: FakeService, cut: int, shown: str
+):
+    unsent = "  bc"[: 3 + (cut == 1)]
+    service.script = text_script("a\n", unsent_text=unsent, indent_cut_chars=cut)
+    response = await client.post("/completion", json={"prompt": "Hi", "stream": True})
+    assert "".join(event["content"] for event in events(response.text)) == f"a\n{shown}"
+
+
 async def test_stream_progress_and_timings(client: httpx.AsyncClient, service: FakeService):
     async def script(call: Call) -> AsyncIterator[Response]:
         yield started(call, cached=1)

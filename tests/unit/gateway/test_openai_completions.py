@@ -65,6 +65,20 @@ async def test_a_verbose_server(serve: Serve):
         assert "__verbose" not in (await client.post("/v1/completions", json=body)).json()
 
 
+async def test_what_is_withheld_at_the_end_is_an_event_before_the_last(
+    client: httpx.AsyncClient, service: FakeService
+):
+    service.script = text_script("a", unsent_text="b")
+    body = {"prompt": "Hi", "stream": True, "verbose": True}
+    response = await client.post("/v1/completions", json=body)
+    first, rest, last = read_stream(response.text)
+    choices = [event["choices"][0] for event in (first, rest, last)]
+    assert [choice["text"] for choice in choices] == ["a", "b", ""]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "length"]
+    assert [event["__verbose"]["content"] for event in (first, rest, last)] == ["a", "b", ""]
+    assert "usage" not in rest
+
+
 async def test_stream(client: httpx.AsyncClient):
     body = {"prompt": "Hi", "max_tokens": 2, "stream": True}
     response = await client.post("/v1/completions", json=body)

@@ -15,7 +15,15 @@ from gateway.facts import Facts, gather
 from gateway.options import GatewayOptions
 from gateway.reply import ChatDelta
 from gateway.responses import ResponsesDialect
-from tests.unit.gateway.fake_service import Call, FakeService, Response, chunk, finished, started
+from tests.unit.gateway.fake_service import (
+    Call,
+    FakeService,
+    Response,
+    chunk,
+    finished,
+    started,
+    text_script,
+)
 
 USER = {"role": "user", "content": "Hi"}
 MESSAGES: dict[str, Any] = {"messages": [USER], "max_tokens": 2}
@@ -96,6 +104,16 @@ class TestMessages:
         assert events[0][1]["message"]["usage"]["output_tokens"] == 0
         texts = [data["delta"]["text"] for name, data in events if name == "content_block_delta"]
         assert texts == ["a", "b"]
+
+    @pytest.mark.parametrize("is_first", [False, True])
+    async def test_what_is_withheld_at_the_end_is_sent(
+        self, client: httpx.AsyncClient, service: FakeService, is_first: bool
+    ) -> None:
+        service.script = text_script("" if is_first else "a", unsent_text="b")
+        events = await _post(client, "/v1/messages", MESSAGES | {"stream": True})
+        texts = [data["delta"]["text"] for name, data in events if name == "content_block_delta"]
+        assert "".join(texts) == ("b" if is_first else "ab")
+        assert [name for name, _ in events].count("content_block_start") == 1
 
     async def test_an_error_in_a_stream_is_an_event(
         self, client: httpx.AsyncClient, service: FakeService
