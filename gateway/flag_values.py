@@ -78,6 +78,14 @@ def items(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
+def tools(text: str) -> bool:
+    """The names of tools, of which there is one."""
+    found = items(text)
+    if not found or not {*found} <= {"all", "get_info"}:
+        raise ValueError("must be get_info or all")
+    return True
+
+
 def hosts(text: str) -> tuple[str, ...]:
     """At least one address to listen on."""
     found = items(text)

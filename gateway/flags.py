@@ -123,6 +123,7 @@ FLAGS: tuple[Flag, ...] = (
         "has_cors_proxy",
         "fetch any address for whoever asks, at /cors-proxy",
     ),
+    Flag(("--tools",), "has_tools", "which tools to serve at /tools: get_info or all", read.tools),
     Flag(
         ("--vertex-predict-path",),
         "vertex_predict_path",
@@ -213,6 +214,9 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> GatewayOp
     if "service" not in values:
         raise FlagError("--service: the address of the service is required")
     _check_together(values)
+    if values.get("has_tools"):
+        # They are for pages of this machine alone, unless somebody says otherwise.
+        values.setdefault("cors_origins", "localhost")
     try:
         return msgspec.convert(values, GatewayOptions, strict=True)
     except msgspec.ValidationError as error:

@@ -42,6 +42,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         has_slots: serves GET /slots.
         has_ui: serves a page at `/`.
         has_cors_proxy: fetches any address for the page, at /cors-proxy.
+        has_tools: tells a page of this machine, at /tools.
         vertex_predict_path: POST route of Vertex AI's prediction protocol, "" for none.
         vertex_health_path: where health is answered too then, "" for nowhere.
         ssl_cert_file: PEM certificate chain; set together with its key, the gateway speaks HTTPS.
@@ -84,6 +85,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     has_slots: bool = True
     has_ui: bool = True
     has_cors_proxy: bool = False
+    has_tools: bool = False
     vertex_predict_path: str = ""
     vertex_health_path: str = ""
     ssl_cert_file: str | None = None

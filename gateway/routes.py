@@ -20,6 +20,7 @@ from gateway.openai_completions import CompletionsDialect
 from gateway.pools import get_pools, rebuild_pools
 from gateway.rerank import rerank
 from gateway.sse import EventStream
+from gateway.tools import call_tool, list_tools
 
 _AUDIO = "The current model does not support audio input."
 
@@ -82,8 +83,8 @@ def route_table() -> list[RouteRow]:
         ("GET", ("/props",), ops.get_props),
         ("POST", ("/props",), ops.set_props),
         ("GET", ("/metrics",), metrics.make_handler()),
-        ("GET", ("/tools",), disabled.feature_disabled),
-        ("POST", ("/tools",), disabled.feature_disabled),
+        ("GET", ("/tools",), list_tools),
+        ("POST", ("/tools",), call_tool),
         ("GET", ("/cors-proxy",), cors_proxy),
         ("POST", ("/cors-proxy",), cors_proxy),
     ]

@@ -204,6 +204,22 @@ def comma_list(metavar: str = "A,B") -> Kind:
     return Kind(metavar, parse)
 
 
+def _parse_tools(text: str) -> tuple[str, ...]:
+    names = comma_list().parse(text)
+    if not names:
+        raise BadValue("must be get_info or all")
+    for name in names:
+        if name not in ("all", "get_info"):
+            raise BadValue(
+                f"{name!r} is not here, only get_info is (and all, which means it): what reads or "
+                "writes files or runs programs belongs into the client"
+            )
+    return names
+
+
+TOOLS = Kind("{get_info,all}", _parse_tools)
+
+
 def _parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

@@ -210,7 +210,7 @@ def gateway_options(parsed: Parsed, service: str, own_key: str) -> bytes:
         "timeout_s": parsed["timeout_s"],
         "shutdown_timeout_s": parsed["shutdown_timeout_s"],
         "sse_ping_interval_s": parsed["sse_ping_interval_s"],
-        "cors_origins": parsed["cors_origins"],
+        "cors_origins": _cors_origins(parsed),
         "cors_methods": parsed["cors_methods"],
         "cors_headers": parsed["cors_headers"],
         "cors_credentials": parsed["cors_credentials"],
@@ -219,6 +219,7 @@ def gateway_options(parsed: Parsed, service: str, own_key: str) -> bytes:
         "has_slots": parsed["has_slots"],
         "has_ui": parsed["has_ui"],
         "has_cors_proxy": parsed["has_cors_proxy"],
+        "has_tools": bool(parsed["tools"]),
         "vertex_predict_path": parsed["aip_predict_route"] if is_vertex else "",
         "vertex_health_path": (parsed["aip_health_route"] or "") if is_vertex else "",
         "ssl_cert_file": tls.cert_file if tls else None,
@@ -244,6 +245,13 @@ def config_file_paths(environ: Mapping[str, str]) -> tuple[Path, ...]:
     home = environ.get("XDG_CONFIG_HOME", "").strip()
     user = Path(home) if home else Path.home() / ".config"
     return Path("/etc/llama.cpp/config.ini"), user / "llama.cpp" / "config.ini"
+
+
+def _cors_origins(parsed: Parsed) -> str:
+    """What pages of other origins may read; tools of this machine are for its own alone."""
+    if parsed["cors_origins"] is not None:
+        return parsed["cors_origins"]
+    return "localhost" if parsed["tools"] else "*"
 
 
 def _cache_dir(parsed: Parsed) -> Path:

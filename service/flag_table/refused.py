@@ -81,7 +81,6 @@ _MODEL_ROWS = (
 )
 
 _SERVER_ROWS = (
-    _refused(_TOOLS, "--tools", variable="LLAMA_ARG_TOOLS"),
     _refused(_TOOLS, "--tools-runtime", variable="LLAMA_ARG_TOOLS_RUNTIME"),
     _refused(_TOOLS, "--mcp-servers-config", variable="LLAMA_ARG_MCP_SERVERS_CONFIG"),
     _refused(_TOOLS, "--mcp-servers-json", variable="LLAMA_ARG_MCP_SERVERS_JSON"),

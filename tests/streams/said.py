@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tests.streams.cases import CHAT, COMPLETION, MESSAGES, RESPONSES, TEXT
 
@@ -47,7 +47,7 @@ def of_stream(route: str, events: Sequence[Any]) -> Samples:
 
 
 def _native_whole(answer: Any) -> Samples:
-    results: list[Json] = answer if isinstance(answer, list) else [answer]
+    results = cast("list[Json]", answer if isinstance(answer, list) else [answer])
     return {r["index"]: Said(r["content"], reason=r["stop_type"]) for r in results}
 
 

@@ -206,6 +206,8 @@ def test_underscores_are_hyphens_in_long_names() -> None:
         (["--lora-scaled", "a:"], "'a:' must be FNAME:SCALE"),
         (["--lora-max", "257"], "must be between 0 and 256"),
         (["--lora-max-rank", "0"], "must be between 1 and 512"),
+        (["--tools", "get_info,read_file"], "'read_file' is not here, only get_info is"),
+        (["--tools", ","], "must be get_info or all"),
         (["--rpc", "a:1"], "--rpc: not supported: a model is placed on one device"),
         (["--draft", "1"], "--draft: not supported: the peer has removed it"),
     ],

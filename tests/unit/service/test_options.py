@@ -45,6 +45,21 @@ def test_silence_is_the_gateways_own_defaults() -> None:
     assert _gateway() == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "has_tools", "origins"),
+    [
+        (["--tools", "all"], True, "localhost"),
+        (["--tools", "get_info", "--cors-origins", "*"], True, "*"),
+        (["--cors-origins", ""], False, ""),
+    ],
+)
+def test_tools_are_for_pages_of_this_machine(
+    words: list[str], has_tools: bool, origins: str
+) -> None:
+    options = _gateway(*words)
+    assert (options.has_tools, options.cors_origins) == (has_tools, origins)
+
+
 def test_slots_by_number_split_the_context() -> None:
     assert _service("-np", "2").engine.unified is False
     assert _service("-np", "2", "-kvu").engine.unified is True
