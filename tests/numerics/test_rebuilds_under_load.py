@@ -7,6 +7,7 @@ at its level, too.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import queue
 import random
@@ -109,6 +110,13 @@ def targets(loaded: Loaded) -> list[PoolSizes]:
     ]
 
 
+@pytest.fixture
+def no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that pytest keeps holds, by its traceback, all programs of the pools that were."""
+    monkeypatch.setattr(logging.getLogger("engine.rebuild"), "propagate", False)
+
+
+@pytest.mark.usefixtures("no_records")
 def test_every_stream_says_what_it_says_alone(model: Path, tmp_path: Path) -> None:
     rng, failpoints = random.Random(0), Failpoints()
     streams = Streams()

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from engine.errors import EngineError
-from engine.failpoints import Failpoints, InjectedFault, Site
+from engine.failpoints import Failpoints, Site
 from engine.memory.planner import WINDOW_SLACK_TOKENS, plan_memory
-from engine.scheduler import NonFiniteLogits
 from engine.scheduling.erasing import ErasedSlot
 from engine.step import PoolLost
 from engine.types import (
     AdapterScale,
-    CacheSource,
     CancelCause,
-    Cancelled,
-    Chunk,
-    Embedded,
     EngineConfig,
-    Event,
-    Failed,
     Finished,
-    FinishReason,
     PoolKind,
-    Progress,
     Request,
     SamplingParams,
     SlotState,
     Snapshot,
-    Started,
 )
 from tests.fakes import (
     EXPERTS,
@@ -46,31 +35,14 @@ from tests.fakes import (
     fitting_runner,
 )
 from tests.unit.engine.adapter_life import AdapterLife
+from tests.unit.engine.judge import Judge, Life, Scene
 from tests.unit.engine.lockstep import lockstep
 from tests.unit.engine.pool_life import PoolLife
 from tests.unit.engine.slot_life import SlotLife, is_in_transfer
-from tests.unit.engine.solo_model import STOP, TOKENIZER, SoloModel, SoloRun
+from tests.unit.engine.solo_model import STOP, TOKENIZER
 
 LIVENESS_STEPS = 1000
 _LETTERS = TOKENIZER.encode("ab", add_special=False, parse_special=False)
-_INJECTED = (InjectedFault, NonFiniteLogits, MemoryError, PoolLost)
-
-
-@dataclass
-class Life:
-    """What one accepted request has shown so far.
-
-    `is_marked`: it went on from what its slot held behind a shift, so no cold run is like it.
-    """
-
-    request: Request
-    order: int
-    started: Started | None = None
-    progress: list[Progress] = field(default_factory=list[Progress])
-    chunks: list[Chunk] = field(default_factory=list[Chunk])
-    end: Finished | Failed | Cancelled | None = None
-    cancelled_in: SlotState | None = None
-    is_marked: bool = False
 
 
 class Simulation:
@@ -97,15 +69,11 @@ class Simulation:
             )
         elif self.window is None and self.rng.random() < 0.4:
             self.config = replace(self.config, context_shift=True)
-        self.lives: dict[str, Life] = {}
         self.seen: Counter[str] = Counter()
         self._erasures: list[Future[ErasedSlot]] = []
         self.slots = SlotLife(seed + 4)
-        self._slot_tenants = self.slots.tenants
-        self._marked_slots = self.slots.marked
         self.adapters = AdapterLife(seed + 2, _LETTERS)
         self.pools = PoolLife(seed + 3)
-        self._homes: dict[str, int] = {}
         self._is_faulty = True
         self._num_faults = 0
         self.plan = plan_memory(
@@ -117,8 +85,11 @@ class Simulation:
         self.runner.max_decodes = self.rng.randint(1, self.config.num_slots)
         self.runner.max_chunk = self.rng.choice([4, 16, 64])
         self.runner.piece_bytes = self.rng.choice([1, 3 << 20])
+        self.context_tokens = self.plan.slot_context_tokens
+        self.judge = Judge(self._scene(), self.adapters, self.slots, self.seen)
+        self._lives = self.judge.lives
         self.engine = fake_engine(
-            self._on_events,
+            self.judge.on_events,
             config=self.config,
             runner=self.runner,
             clock=self.clock,
@@ -131,8 +102,17 @@ class Simulation:
             start_file_work=self.slots.start,
         )
         self.slots.attach(self.engine, self.runner, self.plan)
-        self.context_tokens = self.plan.slot_context_tokens
-        self.solo = SoloModel(self.context_tokens, self.window, shifts=self.config.context_shift)
+
+    def _scene(self) -> Scene:
+        return Scene(
+            config=self.config,
+            context_tokens=self.context_tokens,
+            window=self.window,
+            is_recurrent=self.is_recurrent,
+            kv_sizes=lambda: self.pools.kv_sizes,
+            snapshot=lambda: self.engine.snapshot(),
+            has_had_faults=lambda: self.failpoints.fired.total() + self._num_faults > 0,
+        )
 
     def run(self, num_commands: int) -> None:
         """Lives through the commands, then comes to rest without faults."""
@@ -195,7 +175,7 @@ class Simulation:
         tail = rng.choices(_LETTERS, k=length - len(head))
         prompt = tuple(head + tail) if rng.random() > 0.03 else ()
         return Request(
-            request_id=f"r{len(self.lives)}-{rng.randrange(1 << 30)}",
+            request_id=f"r{len(self._lives)}-{rng.randrange(1 << 30)}",
             prompt=self._continuation() if rng.random() < 0.2 else prompt,
             sampling=SamplingParams(temperature=0.0),
             max_tokens=rng.choice([self._longest, 0, 1, 5, 20, 100]),
@@ -218,9 +198,9 @@ class Simulation:
 
     def _continuation(self) -> tuple[int, ...]:
         """A conversation's next turn: a past prompt with its answer."""
-        if not self.lives:
+        if not self._lives:
             return (TOKENIZER.bos_token,)
-        life = self.rng.choice(list(self.lives.values()))
+        life = self.rng.choice(list(self._lives.values()))
         turn = (*life.request.prompt, *(chunk.token_id for chunk in life.chunks), _LETTERS[1])
         return turn[: self.context_tokens - 1]
 
@@ -233,7 +213,7 @@ class Simulation:
             Request("bad", (1,), sampling=SamplingParams(top_p=float("nan"))),
             Request("bad", (1,), adapters=(AdapterScale(10**6, 1.0),)),
         ]
-        running = [life.request for life in self.lives.values() if life.end is None]
+        running = [life.request for life in self.judge.living]
         return rng.choice([*bad, *running[:1]])
 
     def _submit(self, request: Request) -> None:
@@ -243,11 +223,11 @@ class Simulation:
             self.seen[f"refused:{error.reason}"] += 1
             self.slots.forget(request)
             return
-        assert request.request_id not in self.lives or self.lives[request.request_id].end
-        self.lives[request.request_id] = Life(request, order=len(self.lives))
+        assert request.request_id not in self._lives or self._lives[request.request_id].end
+        self._lives[request.request_id] = Life(request, order=len(self._lives))
 
     def _cancel(self) -> None:
-        living = [life for life in self.lives.values() if life.end is None]
+        living = self.judge.living
         if not living or self.rng.random() < 0.1:
             self.engine.cancel("nobody", CancelCause.CLIENT)
             return
@@ -288,11 +268,10 @@ class Simulation:
         assert self.engine.step()
         self.engine.check_integrity()
         self._check_snapshot(self.engine.snapshot())
-        for life in self.lives.values():
-            if life.end is None:
-                assert life.cancelled_in is None, "a cancelled request survived a step"
-                deadline_s = life.request.deadline_s
-                assert deadline_s is None or deadline_s > now_s, "a deadline was missed"
+        for life in self.judge.living:
+            assert life.cancelled_in is None, "a cancelled request survived a step"
+            deadline_s = life.request.deadline_s
+            assert deadline_s is None or deadline_s > now_s, "a deadline was missed"
 
     def _check_snapshot(self, now: Snapshot) -> None:
         assert [pool.kind for pool in now.pools] == self._pool_kinds()
@@ -303,20 +282,20 @@ class Simulation:
             is_busy = now.running or is_in_transfer(now)
             assert is_busy or pool.used == 0, "idle means empty"
         assert now.queued <= self.config.queue_requests + self.config.num_slots
-        living = sum(life.end is None for life in self.lives.values())
+        living = len(self.judge.living)
         assert now.running + now.queued == living
         for slot in now.slots:
             assert slot.held_tokens <= slot.context_tokens
             if slot.request is not None:
-                self._homes[slot.request.request_id] = slot.slot_id
+                self.judge.homes[slot.request.request_id] = slot.slot_id
             tenant = self.slots.tenant_of(slot)
             if tenant is not None:
-                self._slot_tenants[slot.slot_id] = tenant
+                self.slots.tenants[slot.slot_id] = tenant
         counters = now.counters
         ended = counters.requests_finished + counters.requests_failed + counters.requests_cancelled
         assert counters.requests_started == ended + living
         self._check_windows(now)
-        running = [life.started for life in self.lives.values() if life.started and not life.end]
+        running = [life.started for life in self._lives.values() if life.started and not life.end]
         self.adapters.check(now, running, self.runner)
 
     def _pool_kinds(self) -> list[PoolKind]:
@@ -337,154 +316,6 @@ class Simulation:
         still = states[SlotState.PREFILL] + states[SlotState.TRANSFER]
         assert pool.used <= kept * still + share * states[SlotState.DECODE]
 
-    def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
-        assert events
-        for request_id, event in events:
-            life = self.lives[request_id]
-            assert life.end is None, f"{request_id}: {event} after its last event"
-            match event:
-                case Started():
-                    self._on_started(life, event)
-                case Progress():
-                    life.progress.append(event)
-                case Chunk():
-                    assert life.started is not None
-                    life.chunks.append(event)
-                    assert event.completion_tokens == len(life.chunks), "a token was sent twice"
-                case Finished() | Failed() | Cancelled():
-                    life.end = event
-                    self._judge(life, event)
-                case Embedded():
-                    raise AssertionError(f"{request_id}: nobody asked for a vector")
-
-    def _on_started(self, life: Life, started: Started) -> None:
-        assert life.started is None, "a request started twice"
-        life.started = started
-        request = life.request
-        self.adapters.check_started(request, started, self.engine.snapshot())
-        if request.slot_id is not None:
-            assert started.slot_id == request.slot_id
-        assert started.cached_tokens <= max(0, len(request.prompt) - 1)
-        assert (started.cached_tokens == 0) == bool(started.no_reuse)
-        assert request.cache_prompt or started.cached_tokens == 0
-        if started.cached_tokens:
-            self.seen["reused" if self.window is None else "reused:window"] += 1
-            self.seen[f"reused:{started.cache_source.value}"] += 1
-        self.slots.note_start(started.slot_id, is_own=started.cache_source is CacheSource.SLOT)
-        if started.cache_source is CacheSource.SLOT:
-            life.is_marked = started.slot_id in self._marked_slots
-            self.seen["marked"] += life.is_marked
-        elif request.prompt and not request.is_warming:  # after which the old state may return
-            self._marked_slots.discard(started.slot_id)
-        if started.cache_source is CacheSource.SLOT:
-            owners = self.slots.owners_of(started.slot_id)
-            assert request.tenant in owners, "another tenant's prefix"
-        if self.is_recurrent and started.cached_tokens:
-            self.seen[f"reused:state:{started.cache_source.value}"] += 1
-        if "recurrent state" in started.no_reuse:
-            self.seen["state_gone"] += 1
-        if "window" in started.no_reuse:
-            self.seen["window_gone"] += 1
-        if request.slot_id is None:
-            for other in self.lives.values():
-                overtaken = (
-                    other.order < life.order
-                    and other.started is None
-                    and other.end is None
-                    and other.request.slot_id is None
-                    and other.request.tenant == request.tenant
-                )
-                assert not overtaken, "first come was not first served"
-
-    def _judge(self, life: Life, end: Finished | Failed | Cancelled) -> None:
-        tokens = [chunk.token_id for chunk in life.chunks]
-        self._note_marks(life)
-        if not life.request.prompt:
-            assert not tokens
-        elif not life.is_marked:
-            expected = self._solo(life)
-            assert tokens == expected.tokens[: len(tokens)], "not the tokens of a solo run"
-        match end:
-            case Finished():
-                self.seen[f"finished:{end.reason.value}"] += 1
-                self._judge_finished(life, end, tokens)
-            case Failed(error=error):
-                assert isinstance(error, EngineError), error
-                self.seen[f"failed:{error.reason}"] += 1
-                if error.reason == "ENGINE_FAULT":
-                    # The fake runner's own complaints are assertions, and never an answer.
-                    assert isinstance(error.__cause__, _INJECTED), error.__cause__
-                    self.seen[f"fault:{type(error.__cause__).__name__}"] += 1
-                    assert self.failpoints.fired.total() + self._num_faults > 0
-            case Cancelled():
-                assert life.cancelled_in is not None
-
-    def _note_marks(self, life: Life) -> None:
-        evaluated = len(life.request.prompt) + len(life.chunks) - 1
-        if life.started is None or evaluated < self.context_tokens - 1:
-            return
-        request = life.request
-        served = (s.slot_id for s in self.engine.snapshot().slots if s.request is request)
-        self._marked_slots.update(served)
-        self._marked_slots.add(self._homes.get(request.request_id, life.started.slot_id))
-
-    def _judge_finished(self, life: Life, end: Finished, tokens: list[int]) -> None:
-        request = life.request
-        assert life.started is not None
-        assert end.prompt_tokens == len(request.prompt) == life.started.prompt_tokens
-        assert end.cached_tokens == life.started.cached_tokens
-        assert end.completion_tokens == len(tokens)
-        if not request.prompt:
-            assert end.reason is FinishReason.EMPTY_PROMPT
-            return
-        evaluated = len(request.prompt) + len(tokens) - 1
-        activated_from = self.adapters.history(request, life.started)[1]
-        if request.is_warming:
-            self.seen["warmed"] += 1
-            assert not tokens
-            assert activated_from or end.held_tokens == len(request.prompt)
-            return
-        if activated_from:
-            assert end.held_tokens <= min(evaluated, activated_from), "an activated tail was kept"
-        elif evaluated < self.context_tokens:
-            assert end.held_tokens == evaluated
-        elif end.reason is not FinishReason.CONTEXT_FULL:
-            self.seen["shifted"] += 1
-            assert end.truncated
-            assert end.held_tokens < self.context_tokens
-        self._judge_reason(life, end, tokens)
-        text = "".join(chunk.text for chunk in life.chunks) + end.unsent_text
-        expected = TOKENIZER.decode(tokens, render_special=False).decode(errors="replace")
-        if end.reason is FinishReason.STOP:
-            expected = expected[: expected.index(STOP)]
-        if not end.truncated:
-            assert text == expected
-        if request.progress:
-            processed = [progress.processed for progress in life.progress]
-            assert processed == sorted(set(processed)), "progress went back"
-            assert processed[0] == end.cached_tokens
-            assert processed[-1] == end.prompt_tokens
-            # cached + evaluated = prompt: what was processed beyond the cache was evaluated once.
-            assert {progress.total for progress in life.progress} == {end.prompt_tokens}
-
-    def _solo(self, life: Life) -> SoloRun:
-        return self.solo.run(life.request, *self.adapters.history(life.request, life.started))
-
-    def _judge_reason(self, life: Life, end: Finished, tokens: list[int]) -> None:
-        if life.is_marked:
-            return
-        expected = self._solo(life)
-        if end.reason is expected.reason and len(tokens) == len(expected.tokens):
-            return
-        # Alone in a pool smaller than its context, a request ends when the pool is full.
-        assert end.reason is FinishReason.CONTEXT_FULL
-        assert end.truncated
-        page_tokens = self.config.page_tokens
-        full = len(life.request.prompt) + len(tokens) - 1
-        assert full % page_tokens == 0
-        assert full // page_tokens in self.pools.kv_sizes
-        self.seen["finished:pool_full"] += 1
-
     # Rest.
 
     def _come_to_rest(self) -> None:
@@ -493,16 +324,16 @@ class Simulation:
         self._is_faulty = False
         for _ in range(LIVENESS_STEPS):
             self._step()
-            ended = all(life.end is not None for life in self.lives.values())
-            if ended and self.pools.is_at_rest and self.slots.is_at_rest(self._is_unfinished):
+            ended = not self.judge.living
+            if ended and self.pools.is_at_rest and self.slots.is_at_rest(self.judge.is_unfinished):
                 break
         self._step()
-        assert all(life.end is not None for life in self.lives.values()), "not at rest"
+        assert not self.judge.living, "not at rest"
         assert all(done.done() for done in self._erasures)
         self._note_erasures()
         self.adapters.come_to_rest()
         assert self.pools.is_at_rest
-        assert self.slots.is_at_rest(self._is_unfinished)
+        assert self.slots.is_at_rest(self.judge.is_unfinished)
         self.seen.update(self.pools.seen)
         self.seen.update(self.adapters.seen)
         end = self.engine.snapshot()
@@ -516,9 +347,6 @@ class Simulation:
         self.seen.update(self.slots.seen)
         self._submit(Request("late", (1,)))
 
-    def _is_unfinished(self, request: Request) -> bool:
-        return not isinstance(self.lives[request.request_id].end, Finished)
-
     def _note_erasures(self) -> None:
         for done in self._erasures:
             if done.cancelled():
@@ -531,7 +359,7 @@ class Simulation:
                 self.seen["erased"] += 1
 
     def _check_accounts(self, end: Snapshot) -> None:
-        lives = self.lives.values()
+        lives = self._lives.values()
         counters = end.counters
         assert counters.generated_tokens == sum(len(life.chunks) for life in lives)
         started = [life.started for life in lives if life.started is not None]

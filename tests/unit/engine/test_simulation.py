@@ -133,5 +133,5 @@ def test_a_seed_replays_exactly() -> None:
     runs = [Simulation(FIRST_SEED) for _ in range(2)]
     for simulation in runs:
         simulation.run(NUM_COMMANDS)
-    assert repr(runs[0].lives) == repr(runs[1].lives)
+    assert repr(runs[0].judge.lives) == repr(runs[1].judge.lives)
     assert runs[0].seen == runs[1].seen
