@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from kvarts.v1 import generation_pb2
+from kvarts.v1 import generation_pb2, model_pb2
 
 from tests.e2e.conftest import KEY, NUM_SLOTS, Server
-from tests.e2e.rpc import Client
+from tests.e2e.rpc import Client, until
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,35 @@ async def test_64_clients_on_8_slots_all_complete(http: httpx.AsyncClient, serve
     after = (await server.rpc.info()).counters
     assert after.requests_finished - before.requests_finished == 64 + 4
     assert after.requests_failed == before.requests_failed
+
+
+async def test_64_streams_on_8_slots_start_in_turn_and_all_complete(
+    http: httpx.AsyncClient, server: Server
+) -> None:
+    finished = (await server.rpc.info()).counters.requests_finished
+    started: list[int] = []
+    ended: dict[int, int] = {}
+
+    async def read(index: int) -> None:
+        body: Json = {"prompt": "the day", "n_predict": 16 + index % 7, "return_progress": True}
+        async with streaming(http, {**ENDLESS, **body}) as events:
+            async for event in events:
+                if index not in started:
+                    started.append(index)
+                ended[index] = event["tokens_predicted"] if event["stop"] else -1
+
+    def arrived(info: model_pb2.ServerInfo) -> int:
+        gauges = info.gauges
+        done = info.counters.requests_finished - finished
+        return done + gauges.running_requests + gauges.queued_requests
+
+    async with asyncio.TaskGroup() as clients:
+        for index in range(64):
+            clients.create_task(read(index))
+            await until(server.rpc.info, lambda info, count=index: arrived(info) > count)
+    assert ended == {index: 16 + index % 7 for index in range(64)}
+    # Nobody waits for one who came later; those that start in one step may be heard in any order.
+    assert all(abs(place - index) < NUM_SLOTS for place, index in enumerate(started)), started
 
 
 async def test_waiting_requests_start_in_the_order_of_their_arrival(server: Server) -> None:
