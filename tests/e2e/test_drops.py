@@ -28,7 +28,8 @@ _POOLED_THREADS = 8
 
 @pytest.fixture
 async def target(start: Start) -> AsyncGenerator[tuple[Program, Client]]:
-    with start("--grpc-port", "0") as program:
+    # Prompts that are kept in memory are not left behind, so none is.
+    with start("--grpc-port", "0", "--cache-ram", "0") as program:
         await healthy(program.ready().http_url())
         async with client(program.grpc_address()) as rpc:
             yield program, rpc
@@ -73,16 +74,18 @@ async def _drop(program: Program, seed: int) -> None:
     address = urlsplit(program.http_url())
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     data = _request(draw)
-    stop = draw.choice(("nothing", "a part", "a part", "all", "all", "read", "read"))
+    stop = draw.choice(("nothing", "a part", "all", "a while", "read", "read"))
     if stop == "a part":
         data = data[: draw.randrange(1, len(data))]
     if stop != "nothing":
         writer.write(data)
         await writer.drain()
-    if stop == "read":
-        # What comes within a few steps, which is nothing for one that is in the queue.
+    if stop == "a while":
+        await asyncio.sleep(draw.random() / 5)
+    elif stop == "read":
+        # The head of a stream comes when its slot starts, another answer never so early.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(draw.random() / 5):
+            async with asyncio.timeout(2):
                 await reader.read(1 << 16)
     if draw.random() < 0.5:
         writer.transport.abort()
@@ -101,7 +104,7 @@ async def test_a_thousand_dropped_connections_leave_nothing(
             await _drop(program, seed)
 
     # What is made once: threads of pools, buffers, channels.
-    await asyncio.gather(*(run(-seed - 1) for seed in range(2 * _AT_ONCE)))
+    await asyncio.gather(*(run(-seed - 1) for seed in range(_CONNECTIONS // 2)))
     await rpc.idle()
     async with http_client(program.http_url()) as session:
         probe = {"prompt": "the day", "n_predict": 8, "temperature": 0, "cache_prompt": False}
@@ -122,6 +125,8 @@ async def test_a_thousand_dropped_connections_leave_nothing(
     for before, after in zip(sizes, _rss(program), strict=True):
         assert after - before <= 16 * _MIB
     counters = (await rpc.info()).counters
-    assert counters.requests_cancelled > _CONNECTIONS // 4
+    # They were dropped at work too, not only at the door.
+    assert counters.requests_started > _CONNECTIONS // 5
+    assert counters.requests_started == counters.requests_cancelled + counters.requests_finished
     async with http_client(program.http_url()) as session:
         assert (await session.post("/completion", json=probe)).json()["content"] == said
