@@ -94,7 +94,14 @@ class ExpertShape:
 class ExpertStore:
     """Slots of experts. `ensure` is called by one step at a time; figures may be read any time."""
 
-    def __init__(self, shape: ExpertShape, reader: Reader, *, overlaps: bool = True) -> None:
+    def __init__(
+        self,
+        shape: ExpertShape,
+        reader: Reader,
+        *,
+        overlaps: bool = True,
+        reader_shares: bool = False,
+    ) -> None:
         """Makes books without any slot.
 
         Args:
@@ -103,6 +110,7 @@ class ExpertStore:
                 part of the slot.
             overlaps: Read the next layer's experts ahead while a long step computes, whenever
                 there are two layers' worth of slots.
+            reader_shares: What a step waits for is read by several threads in `reader` itself.
         """
         self.shape = shape
         lead = (shape.num_layers, shape.num_experts)
@@ -113,6 +121,7 @@ class ExpertStore:
         self.counts = np.zeros(3, np.int64)
         self._reader = reader
         self._wants_ahead = overlaps
+        self._reader_shares = reader_shares
         self._loads = self._loads_ahead = 0
         self._stall_s = 0.0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="experts")
@@ -244,7 +253,9 @@ class ExpertStore:
     def _load(self, layer: int, missing: Sequence[int], needed: Sequence[int]) -> None:
         kept = [(layer, expert) for expert in needed]
         self._fill(
-            layer, [(expert, self._make_room(layer, kept)) for expert in missing], is_shared=True
+            layer,
+            [(expert, self._make_room(layer, kept)) for expert in missing],
+            is_shared=not self._reader_shares,
         )
 
     def _fill(self, layer: int, wanted: Sequence[tuple[int, int]], *, is_shared: bool) -> None:

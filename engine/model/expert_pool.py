@@ -94,8 +94,12 @@ class ExpertPool:
         self.shape = shape
         self.records = records
         self._reader = encode.RecordReader(records, shape.num_layers) if is_native else None
-        read = self._reader.read if self._reader else self._read_slowly
-        self.store = ExpertStore(shape, read, overlaps=overlaps)
+        self.store = ExpertStore(
+            shape,
+            self._reader.read if self._reader else self._read_slowly,
+            overlaps=overlaps,
+            reader_shares=self._reader is not None and self._reader.shares,
+        )
         self.view: ExpertView | None = None
         self._is_native = is_native
         self._native: NativeExpertCache | None = None

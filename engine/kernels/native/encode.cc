@@ -8,7 +8,11 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
+
+#include "parallel.h"
+#include "reading.h"
 
 namespace kvarts {
 namespace {
@@ -25,14 +29,28 @@ void scatter(const uint8_t* codes, int64_t num_bytes, uint8_t* tile, int row) {
   for (int64_t i = 0; i < num_bytes; i += 4) std::memcpy(tile + i * kRows + 4 * row, codes + i, 4);
 }
 
-// What a format does with a block of a row: `codes`, `scales` and `offsets` begin with the block's
-// part of the tile; false if a scale is not finite.
+// The same of four rows at once, whose codes lie one behind another: whole words side by side.
+void scatter_four(const uint8_t* codes, int64_t num_bytes, uint8_t* tile, int row) {
+  using Words = uint32_t __attribute__((vector_size(16)));
+  for (int64_t i = 0; i < num_bytes; i += 16) {
+    Words a, b, c, d;
+    std::memcpy(&a, codes + i, 16);
+    std::memcpy(&b, codes + num_bytes + i, 16);
+    std::memcpy(&c, codes + 2 * num_bytes + i, 16);
+    std::memcpy(&d, codes + 3 * num_bytes + i, 16);
+    for (int word = 0; word < 4; ++word) {
+      const Words own = {a[word], b[word], c[word], d[word]};
+      std::memcpy(tile + (i + 4 * word) * kRows + 4 * row, &own, 16);
+    }
+  }
+}
+
+// What a format does with a block of a row: `codes` are the row's own, `scales` and `offsets` begin
+// with the block's part of the tile; false if a scale is not finite.
 struct Q8_0 {
   static constexpr int64_t kColumns = 32, kBytes = 34, kCodeBytes = 32, kScaleBytes = 2, kOffsetBytes = 0;
   static bool encode(const uint8_t* b, int row, uint8_t* codes, uint8_t* scales, uint8_t*, int64_t) {
-    uint8_t own[32];
-    for (int i = 0; i < 32; ++i) own[i] = b[2 + i] ^ 0x80;
-    scatter(own, 32, codes, row);
+    for (int i = 0; i < 32; ++i) codes[i] = b[2 + i] ^ 0x80;
     std::memcpy(scales + 2 * row, b, 2);
     return is_finite_half(b);
   }
@@ -41,7 +59,7 @@ struct Q8_0 {
 struct Mxfp4 {
   static constexpr int64_t kColumns = 32, kBytes = 17, kCodeBytes = 16, kScaleBytes = 1, kOffsetBytes = 0;
   static bool encode(const uint8_t* b, int row, uint8_t* codes, uint8_t* scales, uint8_t*, int64_t) {
-    scatter(b + 1, 16, codes, row);
+    std::memcpy(codes, b + 1, 16);
     scales[row] = b[0];
     return b[0] <= 252;  // 255 is NaN, and six times 2 ** 126 is no float32
   }
@@ -52,16 +70,14 @@ struct Mxfp4 {
 struct Q4_K {
   static constexpr int64_t kColumns = 256, kBytes = 144, kCodeBytes = 128, kScaleBytes = 2, kOffsetBytes = 2;
   static bool encode(const uint8_t* b, int row, uint8_t* codes, uint8_t* scales, uint8_t* offsets, int64_t rest) {
-    uint8_t own[128];
     for (int pair = 0; pair < 4; ++pair) {
       const uint8_t* q = b + 16 + 32 * pair;
-      uint8_t* to = own + 32 * pair;
+      uint8_t* to = codes + 32 * pair;
       for (int i = 0; i < 16; ++i) {
         to[i] = (q[i] & 15) | (uint8_t)(q[i + 16] << 4);
         to[16 + i] = (q[i] >> 4) | (q[i + 16] & 0xf0);
       }
     }
-    scatter(own, 128, codes, row);
     std::memcpy(scales + 2 * row, b, 2);
     const uint8_t least[2] = {b[2], (uint8_t)(b[3] ^ 0x80)};
     std::memcpy(offsets + 2 * row, least, 2);
@@ -79,10 +95,9 @@ struct Q4_K {
 struct Q6_K {
   static constexpr int64_t kColumns = 256, kBytes = 210, kCodeBytes = 256, kScaleBytes = 2, kOffsetBytes = 0;
   static bool encode(const uint8_t* b, int row, uint8_t* codes, uint8_t* scales, uint8_t*, int64_t rest) {
-    uint8_t own[256];
     for (int half = 0; half < 2; ++half) {
       const uint8_t *low = b + 64 * half, *high = b + 128 + 32 * half;
-      uint8_t* to = own + 128 * half;
+      uint8_t* to = codes + 128 * half;
       for (int i = 0; i < 32; ++i) {
         // A code is 32 less than its bits; signed codes are stored plus 128.
         to[i] = ((low[i] & 15) | (high[i] & 3) << 4) + 96;
@@ -91,7 +106,6 @@ struct Q6_K {
         to[96 + i] = ((low[32 + i] >> 4) | (high[i] >> 6) << 4) + 96;
       }
     }
-    scatter(own, 256, codes, row);
     std::memcpy(scales + 2 * row, b + 208, 2);
     for (int i = 0; i < 16; ++i) scales[rest + kRows * i + row] = b[192 + i];
     return is_finite_half(b + 208);
@@ -131,11 +145,21 @@ int64_t encode(const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* codes, u
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t half = b * kRows * F::kScaleBytes;
       const int64_t rest = kRows * (blocks * F::kScaleBytes + b * factor_bytes<F>()) - half;
-      for (int64_t r = 0; r < count; ++r) {
-        const uint8_t* block = raw + (first + r) * row_bytes + b * F::kBytes;
-        if (!F::encode(block, (int)r, codes + kRows * b * F::kCodeBytes, scales + half,
-                       offsets_step ? offsets + half : nullptr, rest))
-          return first + r;
+      uint8_t* const tile = codes + kRows * b * F::kCodeBytes;
+      for (int64_t r = 0; r < count; r += 4) {
+        uint8_t own[4 * F::kCodeBytes];
+        const int64_t few = std::min<int64_t>(4, count - r);
+        for (int64_t i = 0; i < few; ++i) {
+          const uint8_t* block = raw + (first + r + i) * row_bytes + b * F::kBytes;
+          if (!F::encode(block, (int)(r + i), own + i * F::kCodeBytes, scales + half,
+                         offsets_step ? offsets + half : nullptr, rest))
+            return first + r + i;
+        }
+        if (few == 4) {
+          scatter_four(own, F::kCodeBytes, tile, (int)r);
+        } else {
+          for (int64_t i = 0; i < few; ++i) scatter(own + i * F::kCodeBytes, F::kCodeBytes, tile, (int)(r + i));
+        }
       }
     }
     codes += codes_step;
@@ -172,10 +196,16 @@ int64_t read_fully(int descriptor, uint8_t* to, int64_t count, int64_t at, int64
   return 0;
 }
 
+// Rows of a part that are read at a time: whole tiles.
+int64_t piece_rows(const Part& p) {
+  return std::max<int64_t>(kRows, kPieceBytes / (p.nbytes / p.rows) / kRows * kRows);
+}
+
+int64_t num_pieces(const Part& p) { return (p.rows + piece_rows(p) - 1) / piece_rows(p); }
+
 template <typename F>
-int64_t read_part(const Part& p, int64_t expert, uint8_t* slot, int64_t* detail) {
-  const int64_t row_bytes = p.nbytes / p.rows;
-  const int64_t step = std::max<int64_t>(kRows, kPieceBytes / row_bytes / kRows * kRows);
+int64_t read_piece(const Part& p, int64_t expert, int64_t piece, uint8_t* slot, int64_t* detail) {
+  const int64_t row_bytes = p.nbytes / p.rows, step = piece_rows(p);
   thread_local std::unique_ptr<uint8_t[]> scratch;
   thread_local int64_t scratch_bytes = 0;
   if (scratch_bytes < step * row_bytes) {
@@ -184,31 +214,45 @@ int64_t read_part(const Part& p, int64_t expert, uint8_t* slot, int64_t* detail)
     if (!scratch) return kNoMemory;
     scratch_bytes = step * row_bytes;
   }
-  for (int64_t first = 0; first < p.rows; first += step) {
-    const int64_t count = std::min(step, p.rows - first), tile = first / kRows;
-    const int64_t at = p.offset + expert * p.nbytes + first * row_bytes;
-    if (const int64_t wrong = read_fully((int)p.descriptor, scratch.get(), count * row_bytes, at, detail)) return wrong;
-    const int64_t scales = tile * tile_scales<F>(p.cols);
-    const int64_t bad = encode<F>(scratch.get(), count, p.cols, slot + p.codes + tile * tile_codes<F>(p.cols),
-                                  slot + p.scales + scales, F::kOffsetBytes ? slot + p.offsets + scales : nullptr);
-    if (bad >= 0) {
-      *detail = first + bad;
-      return kNotFinite;
-    }
-  }
-  return 0;
+  const int64_t first = piece * step, count = std::min(step, p.rows - first), tile = first / kRows;
+  const int64_t at = p.offset + expert * p.nbytes + first * row_bytes;
+  if (const int64_t wrong = read_fully((int)p.descriptor, scratch.get(), count * row_bytes, at, detail)) return wrong;
+  const int64_t scales = tile * tile_scales<F>(p.cols);
+  const int64_t bad = encode<F>(scratch.get(), count, p.cols, slot + p.codes + tile * tile_codes<F>(p.cols),
+                                slot + p.scales + scales, F::kOffsetBytes ? slot + p.offsets + scales : nullptr);
+  if (bad < 0) return 0;
+  *detail = first + bad;
+  return kNotFinite;
 }
 
-int64_t read_any(const Part& p, int64_t expert, uint8_t* slot, int64_t* detail) {
+int64_t read_any(const Part& p, int64_t expert, int64_t piece, uint8_t* slot, int64_t* detail) {
   switch (p.format) {
-    case kQ8_0: return read_part<Q8_0>(p, expert, slot, detail);
-    case kQ4_K: return read_part<Q4_K>(p, expert, slot, detail);
-    case kQ6_K: return read_part<Q6_K>(p, expert, slot, detail);
-    default: return read_part<Mxfp4>(p, expert, slot, detail);
+    case kQ8_0: return read_piece<Q8_0>(p, expert, piece, slot, detail);
+    case kQ4_K: return read_piece<Q4_K>(p, expert, piece, slot, detail);
+    case kQ6_K: return read_piece<Q6_K>(p, expert, piece, slot, detail);
+    default: return read_piece<Mxfp4>(p, expert, piece, slot, detail);
   }
 }
+
+// What went wrong with the first piece of those that did, whichever thread had it.
+struct Failure {
+  std::mutex mutex;
+  int64_t piece = INT64_MAX, what = 0, detail = 0;
+
+  void note(int64_t where, int64_t wrong, int64_t more) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (where >= piece) return;
+    piece = where, what = wrong, detail = more;
+  }
+};
+
+thread_local const xla::ffi::ThreadPool* sharing = nullptr;
 
 }  // namespace
+
+SharedReads::SharedReads(const xla::ffi::ThreadPool& threads) { sharing = &threads; }
+SharedReads::~SharedReads() { sharing = nullptr; }
+
 }  // namespace kvarts
 
 #pragma GCC visibility push(default)
@@ -227,16 +271,43 @@ extern "C" int64_t kvarts_encode(int64_t format, const uint8_t* raw, int64_t row
   }
 }
 
-// Reads an expert's record into a slot. Returns 0, or 8 times the part that failed plus what is wrong;
-// `detail` is then an errno or a row.
+// Reads an expert's record into a slot, with the help of the threads that `SharedReads` names.
+// Returns 0, or 8 times the part that failed plus what is wrong; `detail` is then an errno or a row.
 extern "C" int64_t kvarts_read_record(const int64_t* parts, int64_t count, int64_t expert, uint8_t* slot,
                                       int64_t* detail) {
-  for (int64_t i = 0; i < count; ++i) {
-    kvarts::Part part;
+  using namespace kvarts;
+  static_assert(sizeof(Part) == 9 * sizeof(int64_t), "as encode.py writes it");
+  const auto part_at = [parts](int64_t i) {
+    Part part;
     std::memcpy(&part, parts + 9 * i, sizeof part);
-    if (const int64_t wrong = kvarts::read_any(part, expert, slot, detail)) return 8 * i + wrong;
+    return part;
+  };
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < count; ++i) pieces += num_pieces(part_at(i));
+  Failure failure;
+  const auto run = [&failure, &part_at, expert, slot](int64_t begin, int64_t end) noexcept {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      int64_t i = 0, own = piece;
+      Part part = part_at(0);
+      while (own >= num_pieces(part)) own -= num_pieces(part), part = part_at(++i);
+      int64_t more = 0;
+      if (const int64_t wrong = read_any(part, expert, own, slot, &more)) {
+        failure.note(piece, 8 * i + wrong, more);
+        return;
+      }
+    }
+  };
+  try {
+    if (sharing) {
+      parallel_for(*sharing, pieces, 1, run);
+    } else {
+      run(0, pieces);
+    }
+  } catch (const std::bad_alloc&) {  // before any of it was begun
+    return kNoMemory;
   }
-  return 0;
+  *detail = failure.detail;
+  return failure.what;
 }
 
 #pragma GCC visibility pop

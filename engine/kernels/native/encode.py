@@ -59,6 +59,11 @@ class RecordReader:
         self._parts = [_parts_of(records, layer) for layer in range(num_layers)]
         self._read = _function("kvarts_read_record", 5)
 
+    @property
+    def shares(self) -> bool:
+        """Whether a step's threads read every record together that the step waits for."""
+        return all(parts is not None for parts in self._parts)
+
     def read(self, layer: int, expert: int, part: int, target: Bytes) -> None:
         """Reads one expert into a slot, as `ExpertRecords.read`; there is one part.
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "handlers.h"
+#include "reading.h"
 
 namespace kvarts {
 namespace {
@@ -36,7 +37,7 @@ void pass_time(const ExpertCache& c, int64_t num_tokens) {
 
 using Ids = ffi::BufferR2<ffi::S32>;
 
-ffi::Error EnsureExperts(ffi::BufferR0<ffi::S32> cache_id, ffi::BufferR0<ffi::S32> layer_of, Ids ids,
+ffi::Error EnsureExperts(ffi::ThreadPool threads, ffi::BufferR0<ffi::S32> cache_id, ffi::BufferR0<ffi::S32> layer_of, Ids ids,
                          ffi::ResultBufferR2<ffi::S32> slots) try {
   const auto cache = find_cache(cache_id.typed_data()[0]);
   if (!cache) return invalid("ensure_experts: no such cache");
@@ -65,6 +66,7 @@ ffi::Error EnsureExperts(ffi::BufferR0<ffi::S32> cache_id, ffi::BufferR0<ffi::S3
   if (!c.counts[kLoadsAhead])
     for (const int32_t id : needed) num_missing += slot_of[id] < 0;
   if (num_missing || is_long || c.counts[kLoadsAhead]) {
+    const SharedReads shared(threads);
     if (c.load(layer, needed.data(), (int64_t)needed.size(), is_long)) return ffi::Error::Internal("experts could not be loaded");
   } else {
     c.counts[kLookups] += needed.size();
@@ -109,6 +111,7 @@ extern "C" void kvarts_close_expert_cache(int32_t id) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_ensure_experts, kvarts::EnsureExperts,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR0<ffi::S32>>()
                                   .Arg<ffi::BufferR0<ffi::S32>>()
                                   .Arg<ffi::BufferR2<ffi::S32>>()
