@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 from jax.extend.backend import clear_backends
 
 from engine.errors import InvalidField
+from engine.memory.available import available_bytes
 
 DEVICES = ("auto", "cpu", "gpu", "metal")
 
@@ -44,6 +47,16 @@ def choose_device(wanted: str) -> str:
         # The default of a GPU rounds what is multiplied to ten bits.
         jax.config.update("jax_default_matmul_precision", "highest")
     return "metal" if found == "mps" else found
+
+
+def available_memory() -> int | None:
+    """Returns the bytes that can still be had where models lie, None where nobody tells."""
+    if jax.default_backend() == "cpu":
+        return available_bytes()
+    stats = cast("dict[str, int]", jax.devices()[0].memory_stats() or {})
+    if "bytes_limit" not in stats:
+        return None
+    return max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
 def _fall_back_to_cpu() -> str:

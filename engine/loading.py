@@ -19,6 +19,9 @@ import jax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.desk import AdapterSetup
+from engine.adapters.fit import TargetModel
+from engine.adapters.kept import KeptAdapters
+from engine.adapters.loaded import NewAdapter
 from engine.adapters.room import check_bank_room
 from engine.adapters.start import capacity_for, read_start_adapters
 from engine.budget import fit_budget
@@ -27,6 +30,7 @@ from engine.devices import choose_device
 from engine.engine import Engine
 from engine.engine_parts import EngineParts
 from engine.errors import InvalidField, UnsupportedModel
+from engine.footprint import Footprint, footprint
 from engine.gguf.facts import FileFacts, read_facts
 from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
@@ -42,6 +46,7 @@ from engine.model.expert_pool import expert_shape
 from engine.model.moving import can_move
 from engine.model.scoring import read_head
 from engine.model.spec import ModelSpec
+from engine.model.tensors import check_tensors
 from engine.model.weights import Weights, load_weights
 from engine.runner import JaxRunner, RunnerConfig
 from engine.sampling.chain import Chain
@@ -95,6 +100,7 @@ def load_engine(
     *,
     pre_override: str | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
+    kept: KeptAdapters | None = None,
     **parts: Any,
 ) -> Loaded:
     """Loads a model, compiles its programs and builds the engine around them.
@@ -105,6 +111,7 @@ def load_engine(
         sink: Receives all events, on the engine thread.
         pre_override: Pre-tokenizer to use instead of the one that the file names.
         progress: Called as weights are read and programs become ready.
+        kept: Adapters of another engine, in the place of those of `config`.
         parts: Replacements of `EngineParts` fields (clock, seeds, failpoints), for tests.
 
     Raises:
@@ -114,6 +121,8 @@ def load_engine(
         EngineError: An adapter of `config` cannot be attached; the message names file and tensor.
     """
     report = progress or _ignore
+    if kept is not None:
+        config = kept.config(config)
     if config.threads is not None:
         limit_threads(config.threads)
     choose_device(config.device)
@@ -145,7 +154,7 @@ def load_engine(
             if tokenizing.done():
                 tokenizing.result()  # a refusal need not wait for the compiler
             model = target_model(spec)
-            adapters = read_start_adapters(config, model)
+            adapters = _read_adapters(config, kept, model)
             capacity = capacity_for(config, adapters, model)
             limits = _memory_limits(config, spec, _fixed_bytes(weights))
             experts = expert_pool()[0] if expert_pool else None
@@ -179,7 +188,7 @@ def load_engine(
     )
     give_back()
     engine = Engine(config, plan, engine_parts, sink=sink)
-    engine.adapters.attach(adapters)
+    engine.adapters.attach(adapters, next_id=kept.next_id if kept else 0)
     identity = Identity(
         traits_of(digest, spec, _state_layout(runner, plan), plan.slot_context_tokens),
         digest,
@@ -190,25 +199,63 @@ def load_engine(
     return Loaded(engine, tokenizer, vocab, spec, facts, hints, plan, runner, weights, identity)
 
 
+@dataclass(frozen=True)
+class Checked:
+    """What a file says of a model that this build runs, and what it will take.
+
+    `limit_bytes` is all that the engine may take.
+    """
+
+    spec: ModelSpec
+    plan: MemoryPlan
+    vocab: Vocab
+    footprint: Footprint
+    limit_bytes: int
+
+
 def check_engine(
-    path: str | os.PathLike[str], config: EngineConfig, *, pre_override: str | None = None
-) -> tuple[ModelSpec, MemoryPlan, Vocab]:
+    path: str | os.PathLike[str],
+    config: EngineConfig,
+    *,
+    pre_override: str | None = None,
+    kept: KeptAdapters | None = None,
+) -> Checked:
     """Refuses what `load_engine` would refuse before it reads weights or compiles anything.
 
     Args:
         path: As in `load_engine`.
         config: The same; every adapter of it is read whole.
         pre_override: The same.
+        kept: The same.
 
     Raises:
         EngineError: As `load_engine`.
     """
+    if kept is not None:
+        config = kept.config(config)
     with GgufFile.open(path) as file:
         front = _read_front(file, config)
+        spec = front.spec
+        check_tensors(spec, file)
         _load_texts(front.vocab, front.facts, pre_override)
-        model = target_model(front.spec)
-        capacity_for(config, read_start_adapters(config, model), model)
-        return front.spec, front.plan, front.vocab
+        model = target_model(spec)
+        capacity = capacity_for(config, _read_adapters(config, kept, model), model)
+        experts = expert_shape(spec, file, is_native=choose_kernels(config.kernels))
+        sums = footprint(
+            front.plan,
+            weights_bytes=front.facts.size_bytes,
+            bank_bytes=capacity.nbytes(model.matrices.values()),
+            experts=experts,
+            num_experts=config.moe_cache_slots,
+        )
+        limit_bytes = _memory_limits(config, spec, 0).limit_bytes
+        return Checked(spec, front.plan, front.vocab, sums, limit_bytes)
+
+
+def _read_adapters(
+    config: EngineConfig, kept: KeptAdapters | None, model: TargetModel
+) -> Sequence[NewAdapter]:
+    return read_start_adapters(config, model) if kept is None else kept.read(model)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def _endpoint(
             options=options,
             replies=replies,
             reloads=reloads,
+            renew=readiness.renew,
         )
         return await handler(exchange)
 

@@ -18,7 +18,10 @@ from gateway.sse import EventStream
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request to a service that is ready; `replies` and `reloads` are of the gateway."""
+    """One request to a service that is ready; `replies` and `reloads` are of the gateway.
+
+    `renew` reads anew what is known of the service, for the requests that follow.
+    """
 
     request: Request
     connection: Connection
@@ -26,6 +29,7 @@ class Exchange:
     options: GatewayOptions
     replies: Replies
     reloads: Reloads
+    renew: Callable[[], Awaitable[None]]
 
 
 Handler = Callable[[Exchange], Awaitable[Response | EventStream]]

@@ -78,10 +78,10 @@ def read_rebuild(body: Mapping[str, Any]) -> rebuild_pb2.RebuildRequest:
     if not any(target.HasField(name) for name in SIZES):
         raise invalid(f"at least one of {', '.join(SIZES)} is needed")
     request = rebuild_pb2.RebuildRequest(target=target)
-    request.validate_only = _of_type(body, "validate_only", bool, "a boolean", default=False)
-    request.request_id = _of_type(body, "request_id", str, "a string", default="")
+    request.validate_only = of_type(body, "validate_only", bool, "a boolean", default=False)
+    request.request_id = of_type(body, "request_id", str, "a string", default="")
     if body.get("drain_timeout") is not None:
-        request.drain_timeout.CopyFrom(_seconds(body["drain_timeout"]))
+        request.drain_timeout.CopyFrom(seconds(body["drain_timeout"]))
     return request
 
 
@@ -116,8 +116,8 @@ def rebuilt_json(reply: rebuild_pb2.RebuildResponse) -> Json:
             "peak_bytes": plan.peak_bytes,
         },
         "busy": reply.busy,
-        "elapsed_ms": _ms(reply.elapsed),
-        "stages_ms": {_STAGES[time.stage]: _ms(time.elapsed) for time in reply.stage_times},
+        "elapsed_ms": as_ms(reply.elapsed),
+        "stages_ms": {_STAGES[time.stage]: as_ms(time.elapsed) for time in reply.stage_times},
         "request_id": reply.request_id,
     }
 
@@ -150,7 +150,8 @@ def _held(held: rebuild_pb2.HeldState) -> Json:
     }
 
 
-def _ms(duration: duration_pb2.Duration) -> float:
+def as_ms(duration: duration_pb2.Duration) -> float:
+    """Milliseconds."""
     return duration.seconds * 1000 + duration.nanos / 1e6
 
 
@@ -162,7 +163,12 @@ def _units(name: str, value: Any) -> int:
     return value
 
 
-def _seconds(value: Any) -> duration_pb2.Duration:
+def seconds(value: Any) -> duration_pb2.Duration:
+    """Reads `drain_timeout`.
+
+    Raises:
+        ApiError: it is no number of seconds, or out of range.
+    """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise invalid(f'"drain_timeout" must be a number of seconds, got {_shown(value)}')
     if not 0 <= value <= _MAX_SECONDS:
@@ -171,7 +177,12 @@ def _seconds(value: Any) -> duration_pb2.Duration:
     return duration_pb2.Duration(seconds=whole, nanos=int((value - whole) * 1e9))
 
 
-def _of_type(body: Mapping[str, Any], name: str, kind: type, what: str, *, default: Any) -> Any:
+def of_type(body: Mapping[str, Any], name: str, kind: type, what: str, *, default: Any) -> Any:
+    """Reads a member that may be absent or null.
+
+    Raises:
+        ApiError: it is of another type than `kind`, which `what` names.
+    """
     value = body.get(name)
     if value is None:
         return default

@@ -1,4 +1,7 @@
-"""Whether the service can be asked: its health is watched, its facts are read when it is ready."""
+"""Whether the service can be asked: its health is watched, its facts are read when it is ready.
+
+Another model may be served without a moment in which it is not ready, so that is watched as well.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,15 @@ class Readiness:
         """Follows the service until cancelled; a service that comes back is found again."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow())
+            tasks.create_task(self._follow_models())
             tasks.create_task(self._remind())
+
+    async def renew(self) -> None:
+        """Reads the facts anew, of a service that is known to serve; a failure leaves the old."""
+        try:
+            self._facts = await self._gather()
+        except _Refusal as refusal:
+            self._report(refusal)
 
     async def _follow(self) -> None:
         while True:
@@ -102,6 +113,19 @@ class Readiness:
                     _LOG.exception("not ready: an unexpected fault; trying again")
             self._facts = None
             await asyncio.sleep(_RETRY_S)
+
+    async def _follow_models(self) -> None:
+        key = credentials(self._options.service_key)
+        while True:
+            if self._facts is not None:
+                try:
+                    request = model_pb2.WatchModelRequest()
+                    async for _ in self._service.model.WatchModel(request, metadata=key):
+                        await self.renew()
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                        return  # an older service, which never serves another
+            await asyncio.sleep(_LOOK_S)
 
     async def _remind(self) -> None:
         """Says whom the gateway is waiting for: a service that is not there refuses nothing."""

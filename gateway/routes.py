@@ -15,6 +15,7 @@ from gateway.errors import invalid, wrong_type
 from gateway.exchange import Exchange, Handler
 from gateway.fields import lenient_flag
 from gateway.infill import infill
+from gateway.models import load_model
 from gateway.native import NativeDialect
 from gateway.openai_completions import CompletionsDialect
 from gateway.pools import get_pools, rebuild_pools
@@ -77,6 +78,7 @@ def route_table() -> list[RouteRow]:
         # Ours.
         ("GET", ("/pools",), get_pools),
         ("POST", ("/pools",), rebuild_pools),
+        ("POST", ("/admin/models/load",), load_model),
         # Operations.
         ("GET", _both("/health"), ops.health),
         ("GET", _both("/models"), ops.list_models),

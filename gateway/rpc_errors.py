@@ -77,6 +77,15 @@ _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
     "TOO_LARGE": (_K.INVALID_REQUEST, None),
     "REBUILD_ROLLED_BACK": (_K.SERVER, None),
     "REBUILD_FAILED": (_K.SERVER, None),
+    "MODEL_FILE_INVALID": (_K.INVALID_REQUEST, None),
+    "MODEL_NOT_SUPPORTED": (_K.NOT_SUPPORTED, None),
+    "MODEL_SWAP_BUSY": (_K.CONFLICT, None),
+    # The peer's one 404 would not say which file.
+    "MODEL_FILE_NOT_FOUND": (_K.INVALID_REQUEST, None),
+    "MODEL_IN_USE": (_K.CONFLICT, None),
+    "MODEL_TOO_LARGE": (_K.INVALID_REQUEST, None),
+    "MODEL_ROLLED_BACK": (_K.SERVER, None),
+    "MODEL_LOST": (_K.SERVER, None),
 }
 
 # For calls that ended without a reason of ours: the channel itself failed, or a bound of gRPC.

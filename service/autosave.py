@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from engine.engine import Engine
 from engine.errors import EngineError
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.store import SlotStore
-from service.bridge import Bridge
 
 _LOG = logging.getLogger("kvarts.service")
 
 
 class Autosave:
-    """The saves of one server's stop and the restores of its start."""
+    """The saves of a server's stop and the restores of its start, of the model that is served."""
 
-    def __init__(self, bridge: Bridge, store: SlotStore) -> None:
-        self._bridge = bridge
+    def __init__(self, engine: Engine, store: SlotStore) -> None:
+        self._engine = engine
         self._store = store
         self._has_begun = False
 
@@ -51,10 +51,10 @@ class Autosave:
             _LOG.warning("slots are not saved: the model's fingerprint is not known")
             return []
         saves: list[Save] = []
-        for slot in self._bridge.engine.snapshot().slots:
+        for slot in self._engine.snapshot().slots:
             order = self._store.autosave_order(slot.slot_id, fingerprint)
             save = Save(slot.slot_id, order, outlives_stop=True)
-            self._bridge.engine.transfer_slot(save)
+            self._engine.transfer_slot(save)
             saves.append(save)
         return saves
 
@@ -73,10 +73,12 @@ class Autosave:
             _LOG.info("slot %d: %d tokens saved", saved.slot_id, saved.tokens)
 
     async def _restore(self, slot_id: int, name: str, fingerprint: str) -> None:
-        slots = self._bridge.engine.snapshot().slots
+        slots = self._engine.snapshot().slots
         if slot_id >= len(slots) or slots[slot_id].request or slots[slot_id].held_tokens:
             return
         order = self._store.restore_order(name, "", fingerprint, owns_all=True)
-        restored = await self._bridge.restore(Restore(slot_id, order, fail_if_busy=True))
+        restore = Restore(slot_id, order, fail_if_busy=True)
+        self._engine.transfer_slot(restore)
+        restored = await asyncio.wrap_future(restore.done)
         await asyncio.to_thread(self._store.delete_autosave, slot_id)
         _LOG.info("slot %d: %d tokens of the last run", slot_id, restored.tokens)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from engine.engine import Engine
 from engine.errors import (
@@ -23,6 +24,7 @@ from engine.errors import (
 )
 from engine.scheduling.erasing import ErasedSlot
 from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
+from engine.totals import Totals
 from engine.types import (
     CancelCause,
     Cancelled,
@@ -33,12 +35,14 @@ from engine.types import (
     Request,
     Snapshot,
 )
+from service.changes import Changes
 from service.loaded import LoadedModel, LoadModel
+from service.tenure import Tenure
 
 
 @dataclass(frozen=True)
 class BridgeHooks:
-    """Who is told what: the cause of every cancellation, and the death of the engine thread."""
+    """Who is told what: the cause of every cancellation, and the death of the served engine."""
 
     on_cancelled: Callable[[CancelCause], None]
     on_fault: Callable[[BaseException], None]
@@ -59,33 +63,117 @@ class _Stream:
     is_closed: bool = False
 
 
+@dataclass(frozen=True)
+class _Books:
+    """The models whose engine runs, the served one too, and what those before did in all.
+
+    Replaced whole: a scrape on another thread must not count an engine twice, nor miss one.
+    """
+
+    tenures: tuple[Tenure, ...] = ()
+    past: Totals = field(default_factory=Totals)
+
+    def without(self, tenure: Tenure) -> _Books:
+        """After the end of an engine."""
+        done = Totals.of(tenure.model.engine.snapshot())
+        left = tuple(one for one in self.tenures if one is not tenure)
+        return _Books(left, self.past.plus(done))
+
+
 class Bridge:
-    """Owns the engine from load to stop, and routes events to the calls that wait for them."""
+    """Owns engines from load to stop, and routes events to the calls that wait for them.
+
+    One model is served; those before it stay until the calls that began on them have ended. While
+    there is none to serve calls are answered ModelLoading.
+    """
 
     def __init__(self, hooks: BridgeHooks) -> None:
         """Must be called on the event loop that serves."""
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
-        self._model: LoadedModel | None = None
+        self.changes = Changes()
+        self._served: Tenure | None = None
+        self._books = _Books()
+        self._num_served = 0
+        self._has_changed = asyncio.Event()
         self._is_stopping = False
-        self._is_dead = False
+        self._dead: set[Tenure] = set()
         # By request id, until the engine's last event: a call that has gone away keeps its entry,
         # so that what is still on its way cannot reach a later request of the same id.
         self._streams: dict[str, tuple[_Stream, int]] = {}
 
     async def load(self, load_model: LoadModel) -> LoadedModel:
-        """Builds the model on a thread, then starts its engine.
+        """Builds the first model and serves it.
 
         Raises:
             ShuttingDown: The server was stopped meanwhile.
             Exception: Whatever the loader raises; the bridge stays without a model.
         """
-        model = await _on_own_thread(lambda: load_model(self._sink))
+        model = await self.build(load_model)
+        self.serve(model)
+        return model
+
+    async def build(self, load_model: LoadModel) -> LoadedModel:
+        """Builds a model on a thread; its engine is not started.
+
+        Raises:
+            Exception: Whatever the loader raises.
+        """
+        return await _on_own_thread(lambda: load_model(self._sink))
+
+    def serve(self, model: LoadedModel) -> Tenure | None:
+        """Starts a model's engine and serves it to who comes from now on.
+
+        Returns:
+            The one before, which its calls go on with: `retire` it.
+
+        Raises:
+            ShuttingDown: The server was stopped meanwhile.
+        """
         if self._is_stopping:
             raise ShuttingDown
         model.engine.start()
-        self._model = model
-        return model
+        before, tenure = self._served, Tenure(model)
+        self._books = replace(self._books, tenures=(*self._books.tenures, tenure))
+        self._show(tenure)
+        return before
+
+    def suspend(self) -> Tenure:
+        """Serves nothing until `serve` or `resume`; returns what was served.
+
+        Raises:
+            EngineError: Nothing is.
+        """
+        tenure = self._current
+        self._served = None
+        return tenure
+
+    def resume(self, tenure: Tenure) -> None:
+        """Serves again what was suspended; its slots are as they were."""
+        self._served = tenure
+        self._look_for_faults()
+
+    async def retire(self, tenure: Tenure) -> None:
+        """Ends the engine of a model that is not served any more, once no call uses it."""
+        await tenure.unused()
+        await asyncio.to_thread(tenure.model.engine.stop)
+        self._books = self._books.without(tenure)
+        self._dead.discard(tenure)
+
+    async def tenures(self) -> AsyncGenerator[tuple[int, LoadedModel]]:
+        """Yields what is served with its number, from 1, then each that is served after it.
+
+        Raises:
+            EngineError: Nothing is served, or the server stops.
+        """
+        told, tenure = 0, self._current
+        while True:
+            if told != self._num_served:
+                told = self._num_served
+                yield told, tenure.model
+                continue
+            await self._has_changed.wait()
+            tenure = self._current
 
     @property
     def model(self) -> LoadedModel:
@@ -95,11 +183,7 @@ class Bridge:
             ModelLoading: There is none yet.
             ShuttingDown: The server stops.
         """
-        if self._is_stopping:
-            raise ShuttingDown
-        if self._model is None:
-            raise ModelLoading
-        return self._model
+        return self._current.model
 
     @property
     def engine(self) -> Engine:
@@ -107,8 +191,34 @@ class Bridge:
         return self.model.engine
 
     def snapshot(self) -> Snapshot | None:
-        """Returns what the last step published, None while there is no model."""
-        return self._model.engine.snapshot() if self._model else None
+        """Returns what the served engine's last step published, None while there is none.
+
+        Requests and totals are those of all engines that there have been.
+        """
+        books, served = self._books, self._served
+        if served is None:
+            return None
+        totals, running, queued = books.past, 0, 0
+        for tenure in books.tenures:
+            snapshot = tenure.model.engine.snapshot()
+            totals = totals.plus(Totals.of(snapshot))
+            running, queued = running + snapshot.running, queued + snapshot.queued
+        return replace(totals.over(served.model.engine.snapshot()), running=running, queued=queued)
+
+    def name(self) -> str:
+        """Returns what the served model is called, "" while there is none."""
+        served = self._served
+        return "" if served is None else served.model.names.model_id
+
+    @contextmanager
+    def use(self) -> Generator[LoadedModel]:
+        """Gives the model that is served and keeps its engine until the block ends.
+
+        Raises:
+            EngineError: As `model`.
+        """
+        with self._current.using() as model:
+            yield model
 
     async def events(
         self,
@@ -116,10 +226,12 @@ class Bridge:
         cause: Callable[[], CancelCause] = lambda: CancelCause.CLIENT,
         *,
         save: Save | None = None,
+        model: LoadedModel | None = None,
     ) -> AsyncGenerator[tuple[int, Event]]:
         """Runs the samples of one call and yields (sample, event) until each has finished.
 
-        With `save` the only one is a prompt that is computed to be saved.
+        With `save` the only one is a prompt that is computed to be saved. `model` is the one that
+        the requests were made for and their caller uses, None what is served.
 
         Closing the generator, for whatever reason, cancels what still runs; `cause` is then asked
         for the reason.
@@ -128,7 +240,7 @@ class Bridge:
             EngineError: A sample was refused, failed, expired or was cancelled; the others then
                 are cancelled too.
         """
-        engine = self.engine
+        engine = (model or self.model).engine
         stream = _Stream()
         num_left = len(requests)
         try:
@@ -161,16 +273,17 @@ class Bridge:
         Raises:
             EngineError: As `Engine.erase_slot` and its future.
         """
-        done = self.engine.erase_slot(slot_id, fail_if_busy=fail_if_busy, tenant=tenant)
-        return await asyncio.wrap_future(done)
+        with self.use() as model:
+            done = model.engine.erase_slot(slot_id, fail_if_busy=fail_if_busy, tenant=tenant)
+            return await asyncio.wrap_future(done)
 
-    async def save(self, save: Save) -> SavedSlot:
+    async def save(self, save: Save, model: LoadedModel) -> SavedSlot:
         """Saves a slot once no request uses it; giving up leaves the file as it was.
 
         Raises:
             EngineError: As `Engine.transfer_slot`.
         """
-        self.engine.transfer_slot(save)
+        model.engine.transfer_slot(save)
         return await self.outcome(save)
 
     async def outcome(self, save: Save) -> SavedSlot:
@@ -181,23 +294,41 @@ class Bridge:
         """
         return await asyncio.wrap_future(save.done)
 
-    async def restore(self, restore: Restore) -> RestoredSlot:
+    async def restore(self, restore: Restore, model: LoadedModel) -> RestoredSlot:
         """Restores a slot once no request uses it; giving up leaves it as it is.
 
         Raises:
             EngineError: As `Engine.transfer_slot`.
         """
-        self.engine.transfer_slot(restore)
+        model.engine.transfer_slot(restore)
         return await asyncio.wrap_future(restore.done)
 
     async def stop(self, grace_s: float, *, save_s: float = 0.0) -> None:
-        """Takes no more work, lets what runs go on for `grace_s`, then ends the engine thread.
+        """Takes no more work, lets what runs go on for `grace_s`, then ends the engine threads.
 
         Requests end `save_s` earlier, for the saves that were asked for. May be called again with less time, while the first call still waits.
         """
         self._is_stopping = True
-        if self._model is not None:
-            await asyncio.to_thread(self._model.engine.stop, grace_s, save_s=save_s)
+        self._has_changed.set()
+        engines = [tenure.model.engine for tenure in self._books.tenures]
+        await asyncio.gather(
+            *(asyncio.to_thread(engine.stop, grace_s, save_s=save_s) for engine in engines)
+        )
+
+    @property
+    def _current(self) -> Tenure:
+        if self._is_stopping:
+            raise ShuttingDown
+        if self._served is None:
+            raise ModelLoading
+        return self._served
+
+    def _show(self, tenure: Tenure) -> None:
+        self._served = tenure
+        self._num_served += 1
+        # Who waits has this one; who comes waits for the next.
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
 
     def _submit(
         self, engine: Engine, stream: _Stream, sample: int, request: Request, save: Save | None
@@ -225,10 +356,15 @@ class Bridge:
                 stream.queue.put_nowait((sample, event))
             if isinstance(event, Finished | Embedded | Failed | Cancelled):
                 self._forget(request_id)
-        fault = self._model.engine.fault if self._model else None
-        if fault is not None and not self._is_dead:
-            self._is_dead = True
-            self._hooks.on_fault(fault)
+        self._look_for_faults()
+
+    def _look_for_faults(self) -> None:
+        """Tells once of each engine that has died, if it is the one that serves."""
+        for tenure in self._books.tenures:
+            fault = tenure.model.engine.fault
+            if fault is not None and tenure is self._served and tenure not in self._dead:
+                self._dead.add(tenure)
+                self._hooks.on_fault(fault)
 
     def _count(self, event: Event) -> None:
         match event:

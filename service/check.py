@@ -14,11 +14,11 @@ from pathlib import Path
 
 from engine.devices import choose_device
 from engine.errors import EngineError
-from engine.loading import check_engine, choose_kernels
+from engine.loading import check_engine
 from service.fetch.errors import FetchError
 from service.fetch.source import resolve_model
 from service.options import ServiceOptions
-from service.template import file_template, open_template
+from service.template import try_file_template
 
 
 class BadConfig(Exception):
@@ -47,12 +47,11 @@ def check(options: ServiceOptions) -> Sequence[str]:
     _check_folders(options)
     path = resolve_model(replace(options.model, is_offline=True), say=_unsaid, progress=_unsaid)
     choose_device(options.engine.device)
-    choose_kernels(options.engine.kernels)
-    spec, plan, vocab = check_engine(path, options.engine, pre_override=options.pre_override)
-    template = options.chat_template or file_template(
-        vocab.chat_template, vocab.chat_templates, vocab.pre, spec.num_layers
+    checked = check_engine(path, options.engine, pre_override=options.pre_override)
+    spec, plan = checked.spec, checked.plan
+    try_file_template(
+        options.chat_template, checked.vocab, spec.num_layers, use_jinja=options.use_jinja
     )
-    open_template(template, "", "", adds_bos=False, adds_eos=False, use_jinja=options.use_jinja)
     return (
         f"model: {path} ({spec.architecture}, {spec.num_layers} layers)",
         f"slots: {options.engine.num_slots} of {plan.slot_context_tokens} tokens",

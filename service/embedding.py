@@ -60,39 +60,43 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             EngineError: The request was refused or failed.
         """
         begun_s = self._clock()
-        model = self._bridge.model
-        deadline = CallDeadline.of(context)
-        # The stub promises a float; a call without a deadline answers None.
-        remaining_s = cast("float | None", context.time_remaining())
-        deadline_s = None if remaining_s is None else model.engine.now_s() + remaining_s
-        check_embed(request, limits_of(model))
-        plan = await _plan(request, model)
-        record = telemetry.current()
-        record.trace.operation, record.trace.model = "embeddings", model.names.model_id
-        record.trace.mark("queue")
-        requests = [
-            Request(
-                request_id=f"{record.request_id}-{index}" if index else record.request_id,
-                prompt=tuple(tokens),
-                pooling=plan.pooling,
-                cache_prompt=False,
-                adapters=(
-                    convert.to_adapters(request.adapters) if request.HasField("adapters") else None
-                ),
-                deadline_s=deadline_s,
-                tenant=record.tenant,
-                group=record.request_id,
-            )
-            for index, tokens in enumerate(plan.inputs)
-        ]
-        found: dict[int, Embedded] = {}
-        async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
-            async for sample, event in events:
-                if isinstance(event, Started):
-                    record.trace.mark("prefill")
-                    record.slot_id = event.slot_id
-                if isinstance(event, Embedded):
-                    found[sample] = event
+        with self._bridge.use() as model:
+            deadline = CallDeadline.of(context)
+            # The stub promises a float; a call without a deadline answers None.
+            remaining_s = cast("float | None", context.time_remaining())
+            deadline_s = None if remaining_s is None else model.engine.now_s() + remaining_s
+            check_embed(request, limits_of(model))
+            plan = await _plan(request, model)
+            record = telemetry.current()
+            record.trace.operation, record.trace.model = "embeddings", model.names.model_id
+            record.trace.mark("queue")
+            requests = [
+                Request(
+                    request_id=f"{record.request_id}-{index}" if index else record.request_id,
+                    prompt=tuple(tokens),
+                    pooling=plan.pooling,
+                    cache_prompt=False,
+                    adapters=(
+                        convert.to_adapters(request.adapters)
+                        if request.HasField("adapters")
+                        else None
+                    ),
+                    deadline_s=deadline_s,
+                    tenant=record.tenant,
+                    group=record.request_id,
+                )
+                for index, tokens in enumerate(plan.inputs)
+            ]
+            found: dict[int, Embedded] = {}
+            async with aclosing(
+                self._bridge.events(requests, deadline.cause, model=model)
+            ) as events:
+                async for sample, event in events:
+                    if isinstance(event, Started):
+                        record.trace.mark("prefill")
+                        record.slot_id = event.slot_id
+                    if isinstance(event, Embedded):
+                        found[sample] = event
         record.prompt_tokens = sum(event.prompt_tokens for event in found.values())
         return EmbedResponse(
             embeddings=[_embedding(found[index], plan) for index in range(len(requests))],

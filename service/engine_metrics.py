@@ -27,12 +27,14 @@ from engine.types import (
 class EngineCollector(Collector):
     """The engine's counters and gauges as metric families."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the families of one scrape, all from one snapshot."""
+        """Returns the families of one scrape, all from one snapshot; none while nothing is served."""
         snapshot = self._snapshot()
+        if snapshot is None:
+            return
         yield from _counter_families(snapshot.counters)
         yield _gauge("requests_running", "Generations in a slot.", snapshot.running)
         yield _gauge("slots", "Generations that can run at once.", len(snapshot.slots))

@@ -95,9 +95,16 @@ ERROR_TABLE: Mapping[str, ErrorRow] = MappingProxyType(
         "REBUILD_FAILED": ErrorRow(_C.INTERNAL),
         # Embed.
         "BATCH_OVERFLOW": ErrorRow(_C.OUT_OF_RANGE),
-        # Start-up: no call sees these, whoever starts the engine does.
+        # Start-up, where no call sees them, and LoadModel.
         "MODEL_FILE_INVALID": ErrorRow(_C.INVALID_ARGUMENT),
         "MODEL_NOT_SUPPORTED": ErrorRow(_C.UNIMPLEMENTED),
+        # LoadModel.
+        "MODEL_SWAP_BUSY": ErrorRow(_C.ABORTED, retry_s=1.0),
+        "MODEL_FILE_NOT_FOUND": ErrorRow(_C.NOT_FOUND),
+        "MODEL_IN_USE": ErrorRow(_C.ABORTED, retry_s=1.0),
+        "MODEL_TOO_LARGE": ErrorRow(_C.OUT_OF_RANGE),
+        "MODEL_ROLLED_BACK": ErrorRow(_C.INTERNAL),
+        "MODEL_LOST": ErrorRow(_C.INTERNAL),
     }
 )
 

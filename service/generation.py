@@ -12,13 +12,14 @@ from typing import cast
 import grpc
 from kvarts.v1 import generation_pb2, generation_pb2_grpc
 
-from engine.types import Chunk, Event, Finished, FinishReason, Progress, Started
+from engine.types import Chunk, Event, Finished, FinishReason, Progress, Request, Started
 from service import convert, telemetry
 from service.bridge import Bridge
 from service.chat_output import ChatOutput, ChatReader, plan_output
 from service.constraint import read_constraint
 from service.deadline import CallDeadline
 from service.idle_slots import IdleSlotLog
+from service.loaded import LoadedModel
 from service.metrics import Metrics
 from service.prompt import read_prompt
 from service.reasoning import read_budget
@@ -68,45 +69,54 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         Raises:
             EngineError: The request was refused or failed.
         """
-        model = self._bridge.model
-        deadline = CallDeadline.of(context)
-        deadline_s = _deadline(context, model.engine.now_s())
-        check_generate(request, limits_of(model))
         record = telemetry.current()
-        record.trace.operation = "chat" if request.HasField("chat") else "text_completion"
-        record.trace.model = model.names.model_id
-        record.trace.settings = _settings(request)
-        prompt = await read_prompt(request, model)
-        constraint = await read_constraint(request, model, prompt.chat)
-        output: ChatOutput | None = None
-        if prompt.chat is not None:
-            output = await asyncio.to_thread(plan_output, request, prompt.chat, model)
-            constraint = output.constraint or constraint
-        requests = convert.to_requests(
-            request,
-            request_id=record.request_id,
-            prompt=prompt.tokens,
-            defaults=model.defaults,
-            deadline_s=deadline_s,
-            tenant=record.tenant,
-            constraint=constraint,
-            reasoning=await read_budget(request, prompt.chat, constraint, model),
+        deadline = CallDeadline.of(context)
+        with self._bridge.use() as model:
+            deadline_s = _deadline(context, model.engine.now_s())
+            requests, output = await _read(request, model, deadline_s)
+            observer = _Observer(record, self._metrics, self._clock, len(requests))
+            answer = _Answer(record.request_id, output)
+            running = self._bridge.events(requests, deadline.cause, model=model)
+            async with aclosing(running) as events:
+                async for sample, event in events:
+                    if isinstance(event, Started):
+                        self._idle_slots.started(event, model.engine.snapshot())
+                    if observer.see(sample, event):
+                        # A client may drop the call as soon as it has the last message.
+                        record.code = "OK"
+                    yield answer.message(sample, event)
+
+
+async def _read(
+    request: GenerateRequest, model: LoadedModel, deadline_s: float | None
+) -> tuple[Sequence[Request], ChatOutput | None]:
+    """Checks a request and makes what the engine runs, one per sample."""
+    check_generate(request, limits_of(model))
+    record = telemetry.current()
+    record.trace.operation = "chat" if request.HasField("chat") else "text_completion"
+    record.trace.model = model.names.model_id
+    record.trace.settings = _settings(request)
+    prompt = await read_prompt(request, model)
+    constraint = await read_constraint(request, model, prompt.chat)
+    output: ChatOutput | None = None
+    if prompt.chat is not None:
+        output = await asyncio.to_thread(plan_output, request, prompt.chat, model)
+        constraint = output.constraint or constraint
+    requests = convert.to_requests(
+        request,
+        request_id=record.request_id,
+        prompt=prompt.tokens,
+        defaults=model.defaults,
+        deadline_s=deadline_s,
+        tenant=record.tenant,
+        constraint=constraint,
+        reasoning=await read_budget(request, prompt.chat, constraint, model),
+    )
+    if output is not None and output.shown:
+        requests = tuple(
+            replace(one, preserved_tokens=one.preserved_tokens | output.shown) for one in requests
         )
-        if output is not None and output.shown:
-            requests = tuple(
-                replace(one, preserved_tokens=one.preserved_tokens | output.shown)
-                for one in requests
-            )
-        observer = _Observer(record, self._metrics, self._clock, len(requests))
-        answer = _Answer(record.request_id, output)
-        async with aclosing(self._bridge.events(requests, deadline.cause)) as events:
-            async for sample, event in events:
-                if isinstance(event, Started):
-                    self._idle_slots.started(event, model.engine.snapshot())
-                if observer.see(sample, event):
-                    # A client may drop the call as soon as it has the last message.
-                    record.code = "OK"
-                yield answer.message(sample, event)
+    return requests, output
 
 
 class _Answer:

@@ -56,6 +56,7 @@ ADMIN_METHODS = frozenset(
         "/kvarts.v1.LoraService/LoadAdapter",
         "/kvarts.v1.LoraService/UnloadAdapter",
         "/kvarts.v1.RebuildService/Rebuild",
+        "/kvarts.v1.ModelService/LoadModel",
     }
 )
 _TRACE_HEADERS = ("traceparent", "tracestate")

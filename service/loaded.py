@@ -118,6 +118,10 @@ class ModelNames:
     tags: tuple[str, ...] = ()
 
 
+def nothing_to_close() -> None:
+    """Of a model whose memory goes with its objects."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """Everything that serving needs.
@@ -125,7 +129,7 @@ class LoadedModel:
     `has_jinja`: any Jinja template is rendered, not only built-in formats. `device` is the backend:
     "cpu", "gpu" or "metal". `slot_store` are the saved slots, None where no folder was given.
     `embedding` is None where the server was not started for vectors. `pairs` says how a query and a
-    document become one text.
+    document become one text. `close` frees what the end of the engine leaves open.
     """
 
     engine: Engine
@@ -141,6 +145,7 @@ class LoadedModel:
     slot_store: SlotStore | None = None
     embedding: EmbeddingDefaults | None = None
     pairs: PairLayout = field(default_factory=PairLayout)
+    close: Callable[[], None] = nothing_to_close
 
     @property
     def parses_chat(self) -> bool:

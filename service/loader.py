@@ -8,27 +8,35 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 
+from engine.devices import available_memory
 from engine.errors import InvalidField
-from engine.loading import Loaded, LoadProgress, load_engine
+from engine.loading import Loaded, LoadProgress, check_engine, load_engine
+from engine.memory.heap import give_back
 from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
 from engine.text.pairs import pair_layout
 from engine.text.tokenizer import Tokenizer
 from engine.text.turn_template import TurnTemplate
-from engine.types import EventSink, Pooling
+from engine.types import EngineConfig, EventSink, Pooling
 from service.defaults import EmbeddingDefaults, with_hints
 from service.fetch.progress import ProgressLine
 from service.fetch.source import resolve_model
 from service.loaded import LoadedModel, ModelFacts, ModelNames
+from service.model_loader import LoadPlan, LoadStage, ModelOrder, OnProgress
 from service.options import EmbeddingOptions, ServiceOptions
-from service.template import file_template, open_template
+from service.template import file_template, open_template, try_file_template
 
 _LOG = logging.getLogger("kvarts.service")
+
+# What a load takes beyond weights and pools: a share of them, and compiling.
+_SPARE_PARTS = 10
+_COMPILE_BYTES = 256 << 20
 
 _SPECIAL = (
     "bos",
@@ -62,11 +70,66 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
     loaded = load_engine(
         path, options.engine, sink, pre_override=options.pre_override, progress=_Report()
     )
-    model = _describe(options, path, loaded)
-    # None of a loaded model is ever garbage, and a full collection that looked through its 150,000
+    model = _describe(options, loaded, _names(options, path))
+    # None of a served model is garbage, and a full collection that looked through its 150,000
     # objects (Gemma 3) would hold every stream up for 80 ms.
     gc.freeze()
     return model
+
+
+class Loader:
+    """Loads models in the place of the start's, under all its other flags."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self._options = options
+
+    def check(self, order: ModelOrder) -> LoadPlan:
+        """Looks at file, sizes, adapters, tokenizer and template; see `ModelLoader.check`."""
+        options = self._options
+        checked = check_engine(
+            order.path, _layout(options, order), pre_override=options.pre_override, kept=order.kept
+        )
+        try_file_template(
+            options.chat_template,
+            checked.vocab,
+            checked.spec.num_layers,
+            use_jinja=options.use_jinja,
+        )
+        needed_bytes = checked.footprint.needed_bytes
+        return LoadPlan(
+            needed_bytes=needed_bytes + needed_bytes // _SPARE_PARTS + _COMPILE_BYTES,
+            least_bytes=checked.footprint.least_bytes,
+            limit_bytes=checked.limit_bytes,
+            # A budget is of one model: the one that is served has all of it.
+            available_bytes=None if options.engine.memory_budget else available_memory(),
+        )
+
+    def load(self, order: ModelOrder, sink: EventSink, on_progress: OnProgress) -> LoadedModel:
+        """Loads a model; see `ModelLoader.load`."""
+        _LOG.info("loading %s", order.path)
+        report = _Report()
+
+        def progress(now: LoadProgress) -> None:
+            report(now)
+            on_progress(LoadStage(now.stage), now.done, now.total)
+
+        loaded = load_engine(
+            order.path,
+            _layout(self._options, order),
+            sink,
+            pre_override=self._options.pre_override,
+            progress=progress,
+            kept=order.kept,
+        )
+        model = _describe(self._options, loaded, order.names or _names_of(self._options, order))
+        gc.freeze()
+        return model
+
+    def release(self) -> None:
+        """Collects what a model left; a collection of frozen objects finds nothing."""
+        gc.unfreeze()
+        give_back()
+        gc.freeze()
 
 
 class _Report:
@@ -82,14 +145,33 @@ class _Report:
             _LOG.info("%s: %d %%", progress.stage, tenth * 10)
 
 
-def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedModel:
+def _layout(options: ServiceOptions, order: ModelOrder) -> EngineConfig:
+    sizes = order.sizes
+    if sizes is None or options.engine.memory_budget is not None:
+        return options.engine
+    return replace(
+        options.engine,
+        kv_pages=sizes.kv,
+        swa_pages=sizes.swa,
+        mamba_slots=sizes.mamba,
+        moe_cache_slots=sizes.moe_cache,
+    )
+
+
+def _close(loaded: Loaded) -> None:
+    loaded.runner.close()
+    if loaded.weights.experts is not None:
+        loaded.weights.experts.pool.close()
+
+
+def _describe(options: ServiceOptions, loaded: Loaded, names: ModelNames) -> LoadedModel:
     template = _template(options, loaded)
     model = LoadedModel(
         slot_store=_slot_store(options, loaded),
         engine=loaded.engine,
         tokenizer=loaded.tokenizer,
         template=template,
-        names=_names(options, path),
+        names=names,
         facts=_facts(loaded, template, _tool_use_template(options, loaded)),
         defaults=with_hints(options.defaults, loaded.hints, given=options.sampling_given),
         is_unified=options.engine.unified,
@@ -98,6 +180,7 @@ def _describe(options: ServiceOptions, path: Path, loaded: Loaded) -> LoadedMode
         device=jax.default_backend(),
         embedding=_embedding(options.embedding, loaded),
         pairs=pair_layout(loaded.vocab, loaded.tokenizer),
+        close=partial(_close, loaded),
     )
     if model.defaults.grammar:
         model.grammars.compile(model.defaults.grammar)
@@ -139,10 +222,18 @@ def _slot_store(options: ServiceOptions, loaded: Loaded) -> SlotStore | None:
     )
 
 
+def _names_of(options: ServiceOptions, order: ModelOrder) -> ModelNames:
+    """Aliases of the start name whatever is served; without one the file does."""
+    return _named(options, order.path, str(order.path))
+
+
 def _names(options: ServiceOptions, path: Path) -> ModelNames:
     """The name shown is the alphabetically first alias, else what was named at start."""
+    return _named(options, path, options.model.hf_repo or options.model.path or path.stem)
+
+
+def _named(options: ServiceOptions, path: Path, named: str) -> ModelNames:
     aliases = tuple(sorted(options.aliases))
-    named = options.model.hf_repo or options.model.path or path.stem
     return ModelNames(
         model_id=aliases[0] if aliases else named,
         path=str(path),

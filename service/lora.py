@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 from kvarts.v1 import lora_pb2, lora_pb2_grpc
 
-from engine.adapters.content import AdapterContent
 from engine.adapters.desk import AdapterDesk
 from engine.adapters.errors import AdapterInUse
 from engine.adapters.loaded import NewAdapter, describe_adapter
@@ -79,7 +79,8 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
             faults.add("scales", "missing")
         check_adapters(faults, "scales", request.scales)
         faults.raise_if_any()
-        await asyncio.wrap_future(desk.set_scales(to_adapters(request.scales)))
+        with self._changing():
+            await asyncio.wrap_future(desk.set_scales(to_adapters(request.scales)))
         return ScalesResponse(adapters=self._adapters())
 
     async def LoadAdapter(
@@ -97,11 +98,11 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
         if not desk.setup.capacity.count:
             raise NotSupported("adapters: the server was started with room for none")
         scale = request.scale if request.HasField("scale") else 1.0
-        async with self._reading:
-            desk.check_room(request.name)
-            content = await asyncio.to_thread(_read, desk, Path(self._folder), request.path)
-            new = NewAdapter(request.name, request.path, scale, content)
-            loaded = await asyncio.wrap_future(desk.load(new))
+        with self._changing():
+            async with self._reading:
+                desk.check_room(request.name)
+                new = await asyncio.to_thread(_read, desk, Path(self._folder), request, scale)
+                loaded = await asyncio.wrap_future(desk.load(new))
         known = (info for info in self._infos() if info.adapter_id == loaded.adapter_id)
         # It may be gone again by now; then this is what it was.
         info = next(known, describe_adapter(loaded, 0))
@@ -123,16 +124,20 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
             faults.add("adapter_id", "missing")
         faults.raise_if_any()
         adapter_id = request.adapter_id
-        done = desk.unload(adapter_id, fail_if_busy=request.fail_if_busy)
-        try:
-            freed = await asyncio.wait_for(asyncio.wrap_future(done), _patience_s(context))
-        except TimeoutError:
-            if not done.cancelled():
-                # It was being done in that moment.
-                return UnloadResponse(freed_bytes=await asyncio.to_thread(done.result))
-            users = [a.active_requests for a in self._infos() if a.adapter_id == adapter_id]
-            raise AdapterInUse(adapter_id, max([1, *users])) from None
+        with self._changing():
+            done = desk.unload(adapter_id, fail_if_busy=request.fail_if_busy)
+            try:
+                freed = await asyncio.wait_for(asyncio.wrap_future(done), _patience_s(context))
+            except TimeoutError:
+                if not done.cancelled():
+                    # It was being done in that moment.
+                    return UnloadResponse(freed_bytes=await asyncio.to_thread(done.result))
+                users = [a.active_requests for a in self._infos() if a.adapter_id == adapter_id]
+                raise AdapterInUse(adapter_id, max([1, *users])) from None
         return UnloadResponse(freed_bytes=freed)
+
+    def _changing(self) -> AbstractContextManager[None]:
+        return self._bridge.changes.change("adapters")
 
     def _changeable(self) -> AdapterDesk:
         if self._bridge.model.engine.is_encoder:
@@ -151,8 +156,9 @@ class LoraServicer(lora_pb2_grpc.LoraServiceServicer):
         return [from_adapter(info, tokenizer) for info in self._infos()]
 
 
-def _read(desk: AdapterDesk, folder: Path, path: str) -> AdapterContent:
-    return desk.read(resolve_adapter(folder, path))
+def _read(desk: AdapterDesk, folder: Path, request: LoadRequest, scale: float) -> NewAdapter:
+    source = resolve_adapter(folder, request.path)
+    return NewAdapter(request.name, request.path, scale, desk.read(source), source)
 
 
 def _patience_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

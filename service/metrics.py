@@ -33,6 +33,7 @@ _SLOT_OPS = ("save", "restore", "erase", "delete")
 # What somebody is woken for.
 _SLOT_FAULTS = ("DISK_FULL", "SLOT_IO", "SLOT_FILE_CORRUPT")
 _REBUILD_FAULTS = ("REBUILD_ROLLED_BACK", "REBUILD_FAILED")
+_SWAP_FAULTS = ("MODEL_ROLLED_BACK", "MODEL_LOST")
 _RESULTS = "ok, cancelled, or the error's reason"
 # Upper bounds in seconds. Of waits: 2 s is where people stop waiting for a first token, 600 s where
 # a long answer ends. Of gaps: 5 ms is a small model alone, 100 ms the speed of reading.
@@ -72,6 +73,10 @@ class Metrics:
         )
         self._rebuilds = self._counter("rebuilds", f"Rebuilds by result: {_RESULTS}.", "result")
         self._rebuild_times = self._histogram("rebuild", "One rebuild, whole.", _WAIT_BOUNDS_S)
+        self._swaps = self._counter(
+            "model_swaps", f"Changes of model by result: {_RESULTS}.", "result"
+        )
+        self._swap_times = self._histogram("model_swap", "One change of model.", _WAIT_BOUNDS_S)
         self._reloads = self._counter("config_reloads", "Files read again.", "what", "result")
         # What has not happened yet is 0, not absent: a rate needs a value before.
         for cause in CancelCause:
@@ -81,6 +86,8 @@ class Metrics:
                 self._slot_ops.labels(op, result)
         for result in ("ok", *_REBUILD_FAULTS):
             self._rebuilds.labels(result)
+        for result in ("ok", *_SWAP_FAULTS):
+            self._swaps.labels(result)
         for what in ("certificates", "api_keys"):
             for result in ("ok", "refused"):
                 self._reloads.labels(what, result)
@@ -118,6 +125,10 @@ class Metrics:
         """Times and counts what is done inside, a rebuild of pools."""
         return _measured(self._rebuilds.labels, self._rebuild_times)
 
+    def model_swap(self) -> AbstractContextManager[None]:
+        """Times and counts what is done inside, a change of the model."""
+        return _measured(self._swaps.labels, self._swap_times)
+
     def count_reload(self, what: str, result: str) -> None:
         """Counts one try to put changed files in force."""
         self._reloads.labels(what, result).inc()
@@ -126,8 +137,8 @@ class Metrics:
         """Counts one generation that the engine ended early."""
         self._cancelled.labels(cause.value).inc()
 
-    def watch(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Adds the engine's figures, read from `snapshot()` at each scrape."""
+    def watch(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        """Adds the engine's figures, read from `snapshot()` at each scrape; None has none."""
         self.add(EngineCollector(snapshot))
 
     def add(self, collector: Collector) -> None:

@@ -1,10 +1,11 @@
-"""ModelService: what is served, and how the server is and does."""
+"""ModelService: what is served, something else in its place, and how the server is and does."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import cast
 
 import grpc
@@ -14,9 +15,13 @@ from kvarts.v1 import embedding_pb2, model_pb2, model_pb2_grpc
 from engine.types import Pooling, Snapshot
 from service import convert
 from service.bridge import Bridge
+from service.convert_swap import from_progress, from_swapped, to_swap_wish
+from service.load_watch import LoadWatch
 from service.loaded import LoadedModel
 from service.metrics import Metrics, server_version
 from service.poolings import WIRE_POOLINGS
+from service.swap import ModelSwap
+from service.validate import check_load_model
 
 ModelRequest = model_pb2.GetModelRequest
 ModelResponse = model_pb2.GetModelResponse
@@ -24,6 +29,10 @@ InfoRequest = model_pb2.GetServerInfoRequest
 InfoResponse = model_pb2.GetServerInfoResponse
 MetricsRequest = model_pb2.GetMetricsRequest
 MetricsResponse = model_pb2.GetMetricsResponse
+WatchRequest = model_pb2.WatchModelRequest
+WatchResponse = model_pb2.WatchModelResponse
+LoadRequest = model_pb2.LoadModelRequest
+LoadResponse = model_pb2.LoadModelResponse
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -33,12 +42,14 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self,
         bridge: Bridge,
         metrics: Metrics,
+        swap: ModelSwap,
         wall_clock: Callable[[], float] = time.time,
         *,
         has_slot_folder: bool = False,
     ) -> None:
         self._bridge = bridge
         self._metrics = metrics
+        self._swap = swap
         self._has_slot_folder = has_slot_folder
         self._start_time = Timestamp()
         self._start_time.FromNanoseconds(round(wall_clock() * 1e9))
@@ -61,10 +72,12 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         Raises:
             EngineError: The model is not there yet.
         """
-        model = self._bridge.model
-        info = _info(model, model.engine.snapshot())
+        model, snapshot = self._bridge.model, self._bridge.snapshot()
+        assert snapshot is not None
+        info = _info(model, snapshot)
         info.start_time.CopyFrom(self._start_time)
         info.features.slot_files = self._has_slot_folder
+        info.features.model_loading = self._swap.is_possible
         return InfoResponse(info=info)
 
     async def GetMetrics(
@@ -74,6 +87,38 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> MetricsResponse:
         """Tells the metrics of this moment."""
         return MetricsResponse(text=await asyncio.to_thread(self._metrics.text))
+
+    async def WatchModel(
+        self, request: WatchRequest, context: grpc.aio.ServicerContext[WatchRequest, WatchResponse]
+    ) -> AsyncIterator[WatchResponse]:
+        """Tells which model is served, now and whenever it is another.
+
+        Raises:
+            EngineError: There is none yet, or the server stops.
+        """
+        async with aclosing(self._bridge.tenures()) as tenures:
+            async for number, model in tenures:
+                yield WatchResponse(tenure=number, model_id=model.names.model_id)
+
+    async def LoadModel(
+        self, request: LoadRequest, context: grpc.aio.ServicerContext[LoadRequest, LoadResponse]
+    ) -> AsyncIterator[LoadResponse]:
+        """Serves another model; a call that goes away stops it until the old one is let go.
+
+        Raises:
+            EngineError: It was refused or failed.
+        """
+        check_load_model(request)
+        watch = LoadWatch()
+        changing = self._swap.begin(to_swap_wish(request), watch)
+        try:
+            async with aclosing(watch.shown()) as shown:
+                async for progress in shown:
+                    yield LoadResponse(progress=from_progress(progress))
+            swapped = await asyncio.shield(changing)
+            yield LoadResponse(loaded=from_swapped(swapped, _model(swapped.model)))
+        finally:
+            self._swap.give_up(changing, watch)
 
 
 def _model(model: LoadedModel) -> model_pb2.Model:

@@ -93,6 +93,7 @@ class ServiceOptions:
         slot_save_limit_bytes: what all of them may take together; None is no limit.
         slot_autosave: slots are saved there at a stop and restored after a start.
         adapter_dir: existing folder of adapters that may be loaded later; None loads none.
+        model_dir: existing folder of models that may be served later; None serves the one alone.
         pre_override: pre-tokenizer instead of the file's.
         chat_template: Jinja source, or a built-in format's name, instead of the file's template.
         use_jinja: templates are run; else built-in formats only.
@@ -126,6 +127,7 @@ class ServiceOptions:
     slot_save_limit_bytes: int | None = None
     slot_autosave: bool = False
     adapter_dir: str | None = None
+    model_dir: str | None = None
     pre_override: str | None = None
     chat_template: str | None = None
     use_jinja: bool = True
@@ -166,6 +168,7 @@ def service_options(parsed: Parsed) -> ServiceOptions:
         slot_save_limit_bytes=_slot_save_limit(parsed),
         slot_autosave=_slot_autosave(parsed),
         adapter_dir=adapter_dir(parsed),
+        model_dir=_model_dir(parsed),
         pre_override=parsed["pre_override"],
         chat_template=_chat_template(parsed),
         use_jinja=parsed["use_jinja"],
@@ -383,6 +386,13 @@ def _slot_save_path(parsed: Parsed) -> str | None:
     name = parsed["slot_save_path"]
     if name is not None and not Path(name).is_dir():
         raise FlagError(f"--slot-save-path {name}: is not a folder")
+    return name
+
+
+def _model_dir(parsed: Parsed) -> str | None:
+    name = parsed["model_dir"]
+    if name is not None and not Path(name).is_dir():
+        raise FlagError(f"--model-dir {name}: is not a folder")
     return name
 
 

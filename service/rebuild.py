@@ -81,7 +81,10 @@ class RebuildServicer(rebuild_pb2_grpc.RebuildServiceServicer):
             validate_only=request.validate_only,
             on_state=lambda state: _tell(loop, self._on_state, state),
         )
-        return from_report(await asyncio.wrap_future(engine.rebuild(wish)))
+        if request.validate_only:
+            return from_report(await asyncio.wrap_future(engine.rebuild(wish)))
+        with self._bridge.changes.change("pools"):
+            return from_report(await asyncio.wrap_future(engine.rebuild(wish)))
 
 
 def _tell(

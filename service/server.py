@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -52,11 +52,13 @@ from service.loop_lag import watch_loop_lag
 from service.lora import LoraServicer
 from service.metrics import Metrics, MetricsServer
 from service.model import ModelServicer
+from service.model_loader import ModelLoader
 from service.open_calls import OpenCalls
 from service.options import ServiceOptions
 from service.rebuild import RebuildServicer
 from service.reload import Reloads
 from service.slots import SlotServicer
+from service.swap import ModelSwap, SwapHooks
 from service.telemetry import Spans
 from service.tls_files import BadCertificates
 from service.tokenization import TokenizationServicer
@@ -101,8 +103,9 @@ class Server:
         *,
         stall_limit_s: float = STALL_LIMIT_S,
         spans: Spans | None = None,
+        make_loader: Callable[[], ModelLoader] | None = None,
     ) -> None:
-        """`spans` instead of those that the options ask for is for tests."""
+        """`spans` and `make_loader` instead of those that the options ask for are for tests."""
         self._options = options
         self._metrics = Metrics()
         if options.slot_save_path is not None:
@@ -111,6 +114,14 @@ class Server:
         self._health: Any = cast("Any", health).aio.HealthServicer()
         self._bridge = Bridge(
             BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault)
+        )
+        hooks = SwapHooks(self._set_ready, self._on_served, self._on_gone, self._report_death)
+        self._swap = ModelSwap(
+            self._bridge,
+            self._metrics,
+            hooks,
+            make_loader or self._loader,
+            options.model_dir,
         )
         self._keys = KeyRing(options.api_keys, options.admin_key, options.own_key)
         self._certificates: ServerCertificates | None = None
@@ -126,6 +137,7 @@ class Server:
             options=_channel_options(options),
         )
         self._closing = ExitStack()
+        self._store: SlotStore | None = None
         self._autosave: Autosave | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.port: int | None = None
@@ -155,8 +167,11 @@ class Server:
             Exception: Whatever the loader raises.
         """
         model = await self._bridge.load(load_model)
-        await self._open_store(model.slot_store)
-        self._watch(model)
+        await self._sweep(model.slot_store)
+        self._open_store(model)
+        if self._autosave is not None:
+            self._spawn(self._autosave.restore())
+        self._watch()
         await self._set_ready(True)
 
     async def stop(self, timeout_s: float) -> None:
@@ -166,6 +181,7 @@ class Server:
         """
         await self._health.enter_graceful_shutdown()
         self._metrics.set_ready(False)
+        await self._swap.stop()
         grace_s = max(0.0, timeout_s - _FLUSH_S)
         if self._autosave is None:
             await self._bridge.stop(grace_s)
@@ -178,25 +194,43 @@ class Server:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._close_store()
         self._closing.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
-    def _watch(self, model: LoadedModel) -> None:
-        """Adds the model's figures to the metrics."""
-        snapshot = model.engine.snapshot
-        self._metrics.watch(snapshot)
+    def _watch(self) -> None:
+        """Adds the figures of what is served to the metrics."""
+        self._metrics.watch(self._bridge.snapshot)
         if self._options.has_vllm_metrics:
             engine = self._options.engine
             room = len(engine.adapters) if engine.max_adapters is None else engine.max_adapters
-            self._metrics.add(VllmCollector(snapshot, lambda: model.names.model_id, room))
+            self._metrics.add(VllmCollector(self._bridge.snapshot, self._bridge.name, room))
+
+    def _loader(self) -> ModelLoader:
+        # jax takes a second to import; by now the first model has brought it.
+        from service.loader import Loader
+
+        return Loader(self._options)
+
+    async def _on_served(self, model: LoadedModel) -> None:
+        """Another model is served: slots are saved under its fingerprint from now on."""
+        self._open_store(model)
+
+    def _on_gone(self, model: LoadedModel) -> None:
+        """A model has ended; the one after it has opened its own store already, or will."""
+        if model.slot_store is None:
+            return
+        model.slot_store.identity.stop()
+        if model.slot_store is self._store:
+            self._store = self._autosave = None
 
     async def _set_ready(self, is_ready: bool) -> None:
         self._metrics.set_ready(is_ready)
         await self._health.set(READY_SERVICE, _SERVING if is_ready else _NOT_SERVING)
 
-    async def _open_store(self, store: SlotStore | None) -> None:
-        """Cleans the folder of slot files, begins to hash the model and to restore its slots."""
+    async def _sweep(self, store: SlotStore | None) -> None:
+        """Cleans the folder of slot files; at the start, when no save of this process runs."""
         if store is None:
             return
         try:
@@ -206,11 +240,19 @@ class Server:
         else:
             if num_swept:
                 _LOG.info("%d files of saves that were cut off are removed", num_swept)
+
+    def _open_store(self, model: LoadedModel) -> None:
+        """Begins to hash the model, by which its slot files are known."""
+        self._store = store = model.slot_store
+        if store is None:
+            return
         store.identity.start()
-        self._closing.callback(store.identity.stop)
         if self._options.slot_autosave:
-            self._autosave = Autosave(self._bridge, store)
-            self._spawn(self._autosave.restore())
+            self._autosave = Autosave(model.engine, store)
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.identity.stop()
 
     def _on_fault(self, fault: BaseException) -> None:
         """The engine is gone for good: neither ready nor alive, so that a supervisor restarts."""
@@ -248,7 +290,7 @@ class Server:
         )
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(bridge), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelServicer(bridge, self._metrics, has_slot_folder=has_folder), server
+            ModelServicer(bridge, self._metrics, self._swap, has_slot_folder=has_folder), server
         )
         slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(

@@ -102,8 +102,7 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         Raises:
             EngineError: The request was refused or failed.
         """
-        with self._metrics.slot_op("save"):
-            model = self._bridge.model
+        with self._metrics.slot_op("save"), self._bridge.use() as model:
             check_save(request, limits_of(model))
             _require_slot(request.slot_id, model)
             store = _store(model)
@@ -113,11 +112,12 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
             order = store.save_order(request.filename, tenant, fingerprint)
             save = Save(request.slot_id, order, request.fail_if_busy, _owner())
             if warming is None:
-                saved = await self._bridge.save(save)
+                saved = await self._bridge.save(save, model)
                 return convert.from_saved(saved, request.filename)
             cause = CallDeadline.of(context).cause
             response = SaveResponse()
-            async with aclosing(self._bridge.events([warming], cause, save=save)) as events:
+            running = self._bridge.events([warming], cause, save=save, model=model)
+            async with aclosing(running) as events:
                 async for _, event in events:
                     _observe(response, event)
             saved = await self._bridge.outcome(save)
@@ -134,8 +134,7 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        with self._metrics.slot_op("restore"):
-            model = self._bridge.model
+        with self._metrics.slot_op("restore"), self._bridge.use() as model:
             faults = Faults()
             check_slot_id(faults, request)
             check_filename(faults, "filename", request.filename)
@@ -148,7 +147,7 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
             fingerprint = await _fingerprint(store.identity, context)
             order = store.restore_order(name, tenant, fingerprint, owns_all=owns_all)
             restored = await self._bridge.restore(
-                Restore(request.slot_id, order, request.fail_if_busy)
+                Restore(request.slot_id, order, request.fail_if_busy), model
             )
         return convert.from_restored(restored, request.filename)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.gguf.vocab import Vocab
 from engine.text.builtin_formats import BUILTIN_FORMATS
 from engine.text.builtin_templates import CHATML
 from engine.text.chat_template import ChatTemplate
@@ -33,6 +34,18 @@ def file_template(
     if template in (None, "", "chatml"):
         return named.get("tool_use", "")
     return template or ""
+
+
+def try_file_template(given: str | None, vocab: Vocab, num_layers: int, *, use_jinja: bool) -> None:
+    """Checks that the template that a model would be served with is one.
+
+    Raises:
+        TemplateError: It is not.
+    """
+    source = given or file_template(
+        vocab.chat_template, vocab.chat_templates, vocab.pre, num_layers
+    )
+    open_template(source, use_jinja=use_jinja)
 
 
 def open_template(

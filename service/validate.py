@@ -17,6 +17,7 @@ from kvarts.v1 import (
     embedding_pb2,
     generation_pb2,
     lora_pb2,
+    model_pb2,
     rebuild_pb2,
     slot_pb2,
     tokenization_pb2,
@@ -441,6 +442,21 @@ def check_load_adapter(request: lora_pb2.LoadAdapterRequest) -> None:
         faults.add("path", "missing" if not request.path else "holds a NUL")
     faults.size("path", len(request.path.encode()), MAX_PATH_BYTES, "bytes")
     faults.number("scale", request.scale)
+    faults.raise_if_any()
+
+
+def check_load_model(request: model_pb2.LoadModelRequest) -> None:
+    """Checks which model to load; whether it can be is the loader's to say.
+
+    Raises:
+        InvalidField: One fault.
+        InvalidFields: Several.
+    """
+    faults = Faults()
+    if not request.path or "\0" in request.path:
+        faults.add("path", "missing" if not request.path else "holds a NUL")
+    faults.size("path", len(request.path.encode()), MAX_PATH_BYTES, "bytes")
+    faults.duration("drain_timeout", request.drain_timeout, may_be_zero=True)
     faults.raise_if_any()
 
 

@@ -20,7 +20,7 @@ class VllmCollector(Collector):
 
     def __init__(
         self,
-        snapshot: Callable[[], Snapshot],
+        snapshot: Callable[[], Snapshot | None],
         model_name: Callable[[], str],
         max_adapters: int,
         wall_clock: Callable[[], float] = time.time,
@@ -31,8 +31,10 @@ class VllmCollector(Collector):
         self._wall_clock = wall_clock
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the families of one scrape, all from one snapshot."""
+        """Returns the families of one scrape, all from one snapshot; none while nothing is served."""
         snapshot, name = self._snapshot(), self._model_name()
+        if snapshot is None:
+            return
         yield _of_model("num_requests_running", "Requests in a slot.", name, snapshot.running)
         yield _of_model("num_requests_waiting", "Requests that wait.", name, snapshot.queued)
         pages = next((pool for pool in snapshot.pools if pool.kind is PoolKind.KV), None)

@@ -16,6 +16,7 @@ from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.changes import AdapterChanges, Load, Unload
 from engine.adapters.content import AdapterContent
 from engine.adapters.fit import TargetModel
+from engine.adapters.kept import KeptAdapters
 from engine.adapters.loaded import LoadedAdapter, LoadedAdapters, NewAdapter
 from engine.adapters.source import read_adapter
 from engine.adapters.store import AdapterStore
@@ -93,14 +94,21 @@ class AdapterDesk:
         """
         return read_adapter(path, self._setup.model, self._setup.capacity.rank)
 
-    def attach(self, adapters: Sequence[NewAdapter]) -> None:
-        """Attaches adapters to an engine that was not started.
+    def kept(self) -> KeptAdapters:
+        """What another engine takes over from this one; what is about to go is not of it."""
+        staying = self._loaded.ids
+        adapters = (one for one in self._loaded.adapters if one.adapter_id in staying)
+        return KeptAdapters(tuple(adapters), self._setup.capacity, self._loaded.next_id)
+
+    def attach(self, adapters: Sequence[NewAdapter], *, next_id: int = 0) -> None:
+        """Attaches adapters to an engine that was not started; later ones get `next_id` at least.
 
         Raises:
             EngineError: As `LoadedAdapters.attach`.
         """
         for new in adapters:
             self._loaded.attach(new)
+        self._loaded.skip_to(next_id)
 
     def load(self, new: NewAdapter) -> Future[LoadedAdapter]:
         """Attaches an adapter that was read; the future raises as `LoadedAdapters.attaching`.

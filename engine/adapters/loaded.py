@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent, AdapterFacts
@@ -32,12 +33,17 @@ from engine.types import AdapterInfo, AdapterScale
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """An adapter that was read and checked, and the scale that it gets in the server's set."""
+    """An adapter that was read and checked, and the scale that it gets in the server's set.
+
+    `path` is as somebody named it, `source` where it was read. `adapter_id` None is the next one.
+    """
 
     name: str
     path: str
     scale: float
     content: AdapterContent
+    source: Path = Path()
+    adapter_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class LoadedAdapter:
     path: str
     scale: float
     facts: AdapterFacts
+    source: Path = Path()
 
 
 def describe_adapter(
@@ -97,6 +104,15 @@ class LoadedAdapters:
     def capacity(self) -> AdapterCapacity:
         """How many fit, and of which rank."""
         return self._capacity
+
+    @property
+    def next_id(self) -> int:
+        """The id that the next adapter gets; any thread may ask."""
+        return self._next_id
+
+    def skip_to(self, next_id: int) -> None:
+        """Never gives an id below `next_id`: another engine has given those."""
+        self._next_id = max(self._next_id, next_id)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -151,8 +167,11 @@ class LoadedAdapters:
         place = next(place for place in range(self._capacity.count) if place not in taken)
         yield from self._store.write_adapter(place, new.content)
         scale = to_float32(new.scale)
-        adapter = LoadedAdapter(self._next_id, place, new.name, new.path, scale, new.content.facts)
-        self._next_id += 1
+        adapter_id = self._next_id if new.adapter_id is None else new.adapter_id
+        adapter = LoadedAdapter(
+            adapter_id, place, new.name, new.path, scale, new.content.facts, new.source
+        )
+        self._next_id = max(self._next_id, adapter_id + 1)
         self._adapters = self._adapters | {adapter.adapter_id: adapter}
         return adapter
 

@@ -33,9 +33,14 @@ def read_start_adapters(config: EngineConfig, model: TargetModel) -> list[NewAda
     limit = MAX_RANK if config.max_adapter_rank is None else config.max_adapter_rank
     names = _distinct(config.adapters)
     return [
-        NewAdapter(name, start.path, start.scale, read_adapter(Path(start.path), model, limit))
-        for name, start in zip(names, config.adapters, strict=True)
+        _read(name, start, model, limit) for name, start in zip(names, config.adapters, strict=True)
     ]
+
+
+def _read(name: str, start: StartAdapter, model: TargetModel, limit: int) -> NewAdapter:
+    source = Path(start.path)
+    content = read_adapter(source, model, limit)
+    return NewAdapter(name, start.path, start.scale, content, source.absolute())
 
 
 def capacity_for(

@@ -59,6 +59,15 @@ MODEL = (
         group=_MODEL,
     ),
     Flag(
+        ("--model-dir",),
+        path("DIR"),
+        "model_dir",
+        "folder below which LoadModel and POST /admin/models/load find models, which must exist "
+        "(default: none can be loaded)",
+        scope=Scope.SERVICE,
+        group=_MODEL,
+    ),
+    Flag(
         ("-a", "--alias"),
         comma_list(),
         "aliases",

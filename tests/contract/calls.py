@@ -43,6 +43,7 @@ VALID: dict[str, Message] = {
     "SetAdapterScales": lora_pb2.SetAdapterScalesRequest(scales=common_pb2.AdapterScales()),
     "LoadAdapter": lora_pb2.LoadAdapterRequest(name="a", path="a.gguf"),
     "UnloadAdapter": lora_pb2.UnloadAdapterRequest(adapter_id=0),
+    "LoadModel": model_pb2.LoadModelRequest(path="a.gguf"),
     "Rebuild": rebuild_pb2.RebuildRequest(target=rebuild_pb2.PoolSizes(kv_pages=64)),
 }
 
@@ -76,7 +77,8 @@ class Rpc:
         try:
             if self.descriptor.server_streaming:
                 async for _ in untyped.unary_stream(self.path)(data, metadata=metadata):
-                    pass
+                    if self.name == "WatchModel":
+                        break  # it goes on for as long as the server does
             else:
                 await untyped.unary_unary(self.path)(data, metadata=metadata)
         except grpc.aio.AioRpcError as error:

@@ -33,6 +33,7 @@ from engine.step import StepBatch
 from engine.types import EngineConfig, EventSink
 from service.defaults import GenerationDefaults
 from service.loaded import LoadedModel, ModelFacts, ModelNames
+from service.model_loader import ModelLoader
 from service.options import ModelSource, ServiceOptions
 from service.server import READY_SERVICE, Server
 from service.telemetry import Spans
@@ -187,12 +188,13 @@ async def serving(
     stop_s: float = 5.0,
     num_adapters: int = 0,
     spans: Spans | None = None,
+    make_loader: Callable[[], ModelLoader] | None = None,
     channel_options: Sequence[tuple[str, int]] = (),
     **changes: Any,
 ) -> AsyncGenerator[Serving]:
     """Starts a server, loads the fake model, and stops both; `parts` are the engine's."""
     told = options(engine=config, **changes)
-    server = Server(told, stall_limit_s=stall_limit_s, spans=spans)
+    server = Server(told, stall_limit_s=stall_limit_s, spans=spans, make_loader=make_loader)
     await server.start()
     engines: list[Engine] = []
     plan = plan_memory(config, fake_shape(window), 1 << 20)

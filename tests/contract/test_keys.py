@@ -22,6 +22,7 @@ CHANGES_STATE = {
     "LoadAdapter",
     "UnloadAdapter",
     "Rebuild",
+    "LoadModel",
 }
 
 

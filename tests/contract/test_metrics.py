@@ -300,6 +300,8 @@ TYPES = {
     "step_seconds": "histogram",
     "slot_op_seconds": "histogram",
     "rebuild_seconds": "histogram",
+    "model_swaps_total": "counter",
+    "model_swap_seconds": "histogram",
     "loop_lag_seconds": "histogram",
 }
 

@@ -26,7 +26,7 @@ from kvarts.v1 import (
 
 from engine import errors, types
 from engine.adapters import errors as adapter_errors
-from service import validate
+from service import swap_errors, validate
 from service.errors import ERROR_TABLE
 
 _PROTO = Path(__file__).parents[2] / "proto"
@@ -148,7 +148,13 @@ def test_all_services_are_there() -> None:
             "ConvertJsonSchema",
         },
         "EmbeddingService": {"Embed"},
-        "ModelService": {"GetModel", "GetServerInfo", "GetMetrics"},
+        "ModelService": {
+            "GetModel",
+            "GetServerInfo",
+            "GetMetrics",
+            "WatchModel",
+            "LoadModel",
+        },
         "SlotService": {
             "ListSlots",
             "SaveSlot",
@@ -201,7 +207,7 @@ def test_every_limit_is_told(stem: str, declaration: str, limits: list[int]) -> 
     assert {str(limit) for limit in limits} <= numbers
 
 
-def test_only_generate_streams() -> None:
+def test_what_streams() -> None:
     streams = [
         method.full_name
         for stem in _FILES
@@ -210,14 +216,22 @@ def test_only_generate_streams() -> None:
         if method.server_streaming or method.client_streaming
     ]
 
-    assert streams == ["kvarts.v1.GenerationService.Generate"]
+    assert streams == [
+        "kvarts.v1.GenerationService.Generate",
+        "kvarts.v1.ModelService.WatchModel",
+        "kvarts.v1.ModelService.LoadModel",
+    ]
 
 
 def test_every_engine_reason_is_an_error_reason() -> None:
     known = _values(error_reason_pb2.ErrorReason.DESCRIPTOR, "ERROR_REASON_")
     raised = {
         value.reason
-        for value in [*vars(errors).values(), *vars(adapter_errors).values()]
+        for value in [
+            *vars(errors).values(),
+            *vars(adapter_errors).values(),
+            *vars(swap_errors).values(),
+        ]
         if isinstance(value, type) and issubclass(value, errors.EngineError)
     }
 

@@ -192,6 +192,10 @@ class FakeService(
         self.pools = rebuild_pb2.GetPoolsResponse()
         self.rebuilds: list[rebuild_pb2.RebuildRequest] = []
         self.rebuilt = rebuild_pb2.RebuildResponse()
+        # What LoadModel was asked and answers, and the models that a watcher is told of.
+        self.loads: list[model_pb2.LoadModelRequest] = []
+        self.loading: list[model_pb2.LoadModelResponse] = []
+        self.tenures: asyncio.Queue[str] | None = None
         self.adapters: list[lora_pb2.Adapter] = []
         self.scales: list[lora_pb2.SetAdapterScalesRequest] = []
         # The calls of TokenizationService as they come; a service that stops refuses them.
@@ -340,6 +344,23 @@ class FakeService(
         del request
         await self._take_model_call("GetMetrics", context)
         return model_pb2.GetMetricsResponse(text=self.metrics)
+
+    async def LoadModel(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[model_pb2.LoadModelResponse]:
+        self.loads.append(request)
+        await self._take_model_call("LoadModel", context)
+        for response in self.loading:
+            yield response
+
+    async def WatchModel(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[model_pb2.WatchModelResponse]:
+        del request
+        if self.tenures is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+        while True:
+            yield model_pb2.WatchModelResponse(model_id=await self.tenures.get())
 
     async def ListSlots(self, request: Any, context: Any) -> slot_pb2.ListSlotsResponse:
         del request, context

@@ -13,6 +13,7 @@ from engine.errors import ContextOverflow, EngineError, InvalidField, QueueFull,
 from engine.memory import errors as pool_errors
 from engine.slots import errors as slot_errors
 from service import errors as service_errors
+from service import swap_errors
 from service.errors import ERROR_TABLE, MAX_DETAILS_BYTES, InvalidFields, to_status
 
 # Source: the contract's table; R marks the rows that carry a RetryInfo.
@@ -26,6 +27,8 @@ RETRY = {
     "IDENTITY_PENDING",
     "ADAPTER_IN_USE",
     "POOLS_BUSY",
+    "MODEL_SWAP_BUSY",
+    "MODEL_IN_USE",
 }
 
 
@@ -49,7 +52,14 @@ def test_the_table_has_every_reason_of_the_contract_and_no_other() -> None:
 def test_every_error_class_is_in_the_table() -> None:
     modules = {
         module.__name__
-        for module in (engine_errors, adapter_errors, pool_errors, slot_errors, service_errors)
+        for module in (
+            engine_errors,
+            adapter_errors,
+            pool_errors,
+            slot_errors,
+            service_errors,
+            swap_errors,
+        )
     }
     ours = {kind for kind in subclasses(EngineError) if kind.__module__ in modules}
     assert len(ours) > 15
