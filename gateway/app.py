@@ -24,6 +24,7 @@ from gateway.errors import ApiError, ErrorKind, server_fault
 from gateway.exchange import Exchange, Handler
 from gateway.gates import Gates, presented_key
 from gateway.keys import Keys
+from gateway.openapi import openapi_route
 from gateway.options import GatewayOptions
 from gateway.page import page_routes
 from gateway.peer_json import UnreadableJson
@@ -70,7 +71,7 @@ def make_app(
             await asyncio.gather(watching, return_exceptions=True)
 
     table = route_table()
-    table += vertex_routes(options, table)
+    table += [openapi_route(table, options.api_prefix), *vertex_routes(options, table)]
     routes = [
         Route(
             f"{options.api_prefix}{path}",
