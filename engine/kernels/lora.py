@@ -81,48 +81,51 @@ class Bank:
         return self.down, self.up, self.entries, self.factors
 
 
-def adapt(
-    banks: Sequence[Bank | None],
-    layer: jax.Array | int,
-    lists: AdapterLists,
-    x: jax.Array,
-    products: Sequence[jax.Array],
-    *,
-    num_decodes: int,
-) -> list[jax.Array]:
-    """Adds what the adapters change to products of one input.
+@dataclass(frozen=True)
+class Changes:
+    """What a step's adapters change of products of one input.
+
+    `banks` are of each product's weight, None where adapters cannot change it, `layer` says which
+    of their L weights; `lists` has one list per decode row, then one for all tokens after those;
+    `num_decodes` tokens are rows of their own.
+    """
+
+    banks: Sequence[Bank | None]
+    layer: jax.Array | int
+    lists: AdapterLists
+    num_decodes: int
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native kernels read the banks."""
+        return all(bank is None or bank.is_native for bank in self.banks)
+
+    @property
+    def arrays(self) -> native.Changes:
+        """As the native kernels take them."""
+        banks = [(i, bank.arrays) for i, bank in enumerate(self.banks) if bank is not None]
+        pair = self.lists.places, self.lists.scales
+        return native.Changes(banks, self.layer, pair, self.num_decodes)
+
+
+def adapt(changes: Changes, x: jax.Array, products: Sequence[jax.Array]) -> list[jax.Array]:
+    """Adds changes to products on XLA; `qmatmuls` of native matrices does so by itself.
 
     Args:
-        banks: The bank of each product's weight, None where adapters cannot change it.
-        layer: Which of the L weights.
-        lists: One per decode row, then one for all tokens after those.
+        changes: What is added, in banks that are not native.
         x: f32 [N, cols], the input of the products.
         products: f32 [N, rows] each.
-        num_decodes: Tokens that are rows of their own.
 
     Returns:
         f32 [N, rows] each.
     """
-    changed = list(products)
-    chosen = [(i, bank) for i, bank in enumerate(banks) if bank is not None]
-    if not chosen:
-        return changed
-    if all(bank.is_native for _, bank in chosen):
-        sums = native.adapt(
-            [bank.arrays for _, bank in chosen],
-            layer,
-            (lists.places, lists.scales),
-            x,
-            [changed[i] for i, _ in chosen],
-            num_decodes=num_decodes,
-        )
-        for (i, _), y in zip(chosen, sums, strict=True):
-            changed[i] = y
-        return changed
-    scales = dense_scales(lists, x.shape[0], num_decodes)
-    for i, bank in chosen:
-        changed[i] = changed[i] + _change(bank, layer, scales, x)
-    return changed
+    if all(bank is None for bank in changes.banks):
+        return list(products)
+    scales = dense_scales(changes.lists, x.shape[0], changes.num_decodes)
+    return [
+        y if bank is None else y + _change(bank, changes.layer, scales, x)
+        for bank, y in zip(changes.banks, products, strict=True)
+    ]
 
 
 def adapt_embedding(

@@ -23,6 +23,7 @@ from jax import lax
 from engine.gguf.arena import Matrix
 from engine.gguf.layouts import Layout
 from engine.kernels import expert_groups, flow, native, xla
+from engine.kernels.lora import Changes, adapt
 
 
 @functools.partial(
@@ -104,6 +105,7 @@ def qmatmuls(
     *,
     live: jax.Array | None = None,
     is_fine: bool = False,
+    changes: Changes | None = None,
 ) -> list[jax.Array]:
     """Returns `x @ W.T` for several matrices with one input.
 
@@ -113,27 +115,43 @@ def qmatmuls(
         x: f32 [N, cols]; the native kernels quantise it once, to 8 bit in groups of 32.
         live: int32 [N], negative for rows of padding, whose products mean nothing; None: all count.
         is_fine: Whether native kernels take 16 bits instead, at nearly twice the arithmetic.
+        changes: What adapters add, in banks that are native if the matrices are.
 
     Returns:
         f32 [N, rows] each.
     """
     if not all(matrix.is_native for matrix in matrices):
-        return [_xla_product(arena, matrix, x) for matrix in matrices]
+        products = [_xla_product(arena, matrix, x) for matrix in matrices]
+        return products if changes is None else adapt(changes, x, products)
     layouts: list[Layout] = []
     entries: list[jax.Array] = []
     for matrix in matrices:
         entries.append(jnp.stack([matrix.kind + len(layouts), *matrix.planes]))
         layouts += matrix.layouts
     rows = [matrix.rows for matrix in matrices]
-    y = native.qmatmul(arena, jnp.stack(entries), x, rows, layouts, live=live, is_fine=is_fine)
+    y = native.qmatmul(
+        arena,
+        jnp.stack(entries),
+        x,
+        rows,
+        layouts,
+        live=live,
+        is_fine=is_fine,
+        changes=None if changes is None else changes.arrays,
+    )
     return jnp.split(y, np.cumsum(rows)[:-1].tolist(), axis=-1)
 
 
 def qmatmul(
-    arena: jax.Array, matrix: MatrixStack, x: jax.Array, *, live: jax.Array | None = None
+    arena: jax.Array,
+    matrix: MatrixStack,
+    x: jax.Array,
+    *,
+    live: jax.Array | None = None,
+    changes: Changes | None = None,
 ) -> jax.Array:
     """Returns `x @ W.T` for one matrix, see `qmatmuls`."""
-    return qmatmuls(arena, [matrix], x, live=live)[0]
+    return qmatmuls(arena, [matrix], x, live=live, changes=changes)[0]
 
 
 def expert_products(

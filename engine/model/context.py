@@ -12,7 +12,7 @@ from jax import lax
 
 from engine.kernels import native
 from engine.kernels.expert_adapters import adapt_experts
-from engine.kernels.lora import AdapterLists, Bank, adapt
+from engine.kernels.lora import AdapterLists, Bank, Changes
 from engine.kernels.qmatmul import MatrixStack, qmatmuls
 from engine.model.rope import angles
 from engine.model.spec import ModelSpec
@@ -97,21 +97,21 @@ class Products:
         `is_fine`: see `qmatmuls`.
         """
         matrices = [cast(MatrixStack, own[name]) for name in names]
-        products = qmatmuls(self.weights.arena, matrices, x, live=self.live, is_fine=is_fine)
-        products = self.adapted(names, x, products)
+        changes = self.changes(names)
+        products = qmatmuls(
+            self.weights.arena, matrices, x, live=self.live, is_fine=is_fine, changes=changes
+        )
         return [
             y + vector(own, f"{name}.bias") if name in biases else y
             for name, y in zip(names, products, strict=True)
         ]
 
-    def adapted(
-        self, names: Sequence[str], x: jax.Array, products: list[jax.Array]
-    ) -> list[jax.Array]:
-        """Adds the step's adapters to products of one input with the weights of these names."""
+    def changes(self, names: Sequence[str]) -> Changes | None:
+        """What the step's adapters change of products with the weights of these names."""
         if self.adapters is None:
-            return products
+            return None
         banks = [self.banks.get(name) for name in names]
-        return adapt(banks, self.layer, self.adapters, x, products, num_decodes=self.num_decodes)
+        return Changes(banks, self.layer, self.adapters, self.num_decodes)
 
 
 @dataclass(frozen=True, kw_only=True)

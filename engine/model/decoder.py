@@ -122,10 +122,9 @@ def _head(context: Context, x: jax.Array) -> jax.Array:
     last = context.norm(x[context.step.outputs], vector(weights.globals, spec.output_norm))
     head = weights.globals["token_embd" if spec.tied_head else "output"]
     live = context.step.positions[context.step.outputs]
-    logits = qmatmul(weights.arena, cast(MatrixStack, head), last, live=live)
-    if not spec.tied_head:
-        # What adapters change of a tied embedding is its rows as inputs, not as outputs.
-        (logits,) = context.adapted(("output",), last, [logits])
+    # What adapters change of a tied embedding is its rows as inputs, not as outputs.
+    changes = None if spec.tied_head else context.changes(("output",))
+    logits = qmatmul(weights.arena, cast(MatrixStack, head), last, live=live, changes=changes)
     if spec.has_head_bias:
         logits = logits + vector(weights.globals, "output.bias")
     return _soft_capped(_scaled(logits, spec.logit_scale), spec.logit_soft_cap)

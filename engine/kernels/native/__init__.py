@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.gguf.layouts import Layout
+from engine.kernels.native.lora import Changes
 
 LIBRARY = Path(__file__).parent / "libkvarts_kernels.so"
 
@@ -79,17 +80,30 @@ def qmatmul(
     *,
     live: jax.Array | None = None,
     is_fine: bool = False,
+    changes: Changes | None = None,
 ) -> jax.Array:
     """Returns `x @ W.T` of several matrices side by side, f32 [N, sum(rows)].
 
     `table` is int32 [matrices, 4]: index into `layouts`, blocks of codes, scales and offsets. Rows
     with a negative number in `live`, int32 [N], are padding: they cost nothing and become 0.
+    `changes` are added in the same call.
     """
     result = jax.ShapeDtypeStruct((x.shape[0], sum(rows)), jnp.float32)
     call = jax.ffi.ffi_call("kvarts_qmatmul", result)
-    marks = jnp.zeros(0, jnp.int32) if live is None else live
-    attributes = {"rows": np.array(rows, np.int64), "layouts": described(layouts)}
-    return call(arena, table, x, marks, **attributes, is_fine=is_fine)
+    given = [arena, table, x, jnp.zeros(0, jnp.int32) if live is None else live]
+    adapted: list[int] = []
+    if changes is not None and changes.banks:
+        adapted = [matrix for matrix, _ in changes.banks]
+        given += [*changes.lists, jnp.asarray(changes.layer, jnp.int32)]
+        given += [array for _, bank in changes.banks for array in bank]
+    return call(
+        *given,
+        rows=np.array(rows, np.int64),
+        layouts=described(layouts),
+        is_fine=is_fine,
+        adapted=np.array(adapted, np.int64),
+        num_decodes=np.int64(changes.num_decodes if changes else 0),
+    )
 
 
 def gather_rows(

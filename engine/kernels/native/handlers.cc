@@ -15,7 +15,6 @@
 #include <sys/sysctl.h>
 #endif
 
-#include "activations.h"
 #include "handlers.h"
 #include "parallel.h"
 
@@ -102,93 +101,6 @@ ffi::Error Gather(Bytes arena, ffi::BufferR1<ffi::S32> entry, ffi::BufferR1<ffi:
   if (const char* wrong = read_matrix(arena, entry.typed_data(), layouts, rows, cols, &m)) return invalid(wrong);
   for (int64_t n = 0; n < num; ++n) chosen().decode_row(m, ids[n], y->typed_data() + n * cols);
   return ffi::Error::Success();
-}
-
-// Rows [first, first + num).
-struct Run {
-  int64_t first, num;
-};
-
-// Where neighbours have a mark that is not negative; all of `num` rows where there are no marks.
-std::vector<Run> live_runs(ffi::BufferR1<ffi::S32> marks, int64_t num) {
-  if (!marks.element_count()) return {{0, num}};
-  std::vector<Run> runs;
-  for (int64_t n = 0; n < num; ++n) {
-    if (marks.typed_data()[n] < 0) continue;
-    if (runs.empty() || runs.back().first + runs.back().num < n) runs.push_back({n, 0});
-    ++runs.back().num;
-  }
-  return runs;
-}
-
-// All that is in no run becomes 0.
-void clear_others(const std::vector<Run>& runs, int64_t num, int64_t stride, float* y) {
-  int64_t at = 0;
-  for (const Run& run : runs) {
-    std::memset(y + at * stride, 0, (run.first - at) * stride * sizeof(float));
-    at = run.first + run.num;
-  }
-  std::memset(y + at * stride, 0, (num - at) * stride * sizeof(float));
-}
-
-// `layouts` has (kind, number, group, has_offset, bound) per layout that the matrices may have; `table`
-// per matrix (layout, codes, scales, offsets), the planes as 64-byte blocks of the arena. Rows whose mark
-// in `live` is negative are padding, whose products are 0; no marks: no padding.
-ffi::Error QMatmul(ffi::ThreadPool pool, Bytes arena, ffi::BufferR2<ffi::S32> table, ffi::BufferR2<ffi::F32> x,
-                   ffi::BufferR1<ffi::S32> live, ffi::ResultBufferR2<ffi::F32> y, ffi::Span<const int64_t> rows,
-                   Layouts layouts, bool is_fine) try {
-  const int64_t num = x.dimensions()[0], cols = x.dimensions()[1], stride = y->dimensions()[1];
-  const int64_t num_marks = live.element_count();
-  const Kernels& kernels = chosen();
-  if (table.element_count() != 4 * rows.size() || y->dimensions()[0] != num || (num_marks && num_marks != num))
-    return invalid("qmatmul: shapes differ");
-  std::vector<Matrix> matrices;
-  std::vector<int64_t> first_tiles, outs;
-  int64_t tiles = 0, out = 0;
-  bool is_quantised = false;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    Matrix m;
-    if (const char* wrong = read_matrix(arena, table.typed_data() + 4 * i, layouts, rows[i], cols, &m)) return invalid(wrong);
-    is_quantised |= m.index >= 0;
-    matrices.push_back(m);
-    first_tiles.push_back(tiles);
-    outs.push_back(out);
-    tiles += (rows[i] + kTile - 1) / kTile;
-    out += rows[i];
-  }
-  if (out != stride) return invalid("qmatmul: shapes differ");
-
-  const std::vector<Run> runs = live_runs(live, num);
-  int64_t num_live = 0;
-  for (const Run& run : runs) num_live += run.num;
-  float* result = y->typed_data();
-  clear_others(runs, num, stride, result);
-  const ActivationMemory memory(num, cols, false, is_fine);
-  const Activations a = memory.view(num, cols, x.typed_data());
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  for (const Run& run : runs) {
-    if (!is_quantised) break;
-    const int64_t grain = run.num * cols < kWorthSharing ? run.num : run.num / (4 * threads);
-    const Activations own = rows_of(a, run.first, run.num);
-    parallel_for(pool, run.num, grain, [own, &kernels](int64_t f, int64_t e) noexcept { kernels.quantise(own, f, e); });
-  }
-  const bool is_small = num_live * cols * tiles * kTile < kWorthSharing;
-  // Pieces that fit the second cache together with a block of tokens, and enough of them to balance.
-  const int64_t grain = is_small ? tiles : std::clamp<int64_t>(tiles / (8 * threads), 1, std::max<int64_t>(1, (1 << 20) / (cols * kTile)));
-  const auto multiply = [&matrices, &first_tiles, &outs, &runs, a, result, stride, &kernels](int64_t first, int64_t end) noexcept {
-    for (size_t i = 0; i < matrices.size(); ++i) {
-      const Matrix& m = matrices[i];
-      const int64_t own = (m.rows + kTile - 1) / kTile;
-      const int64_t from = std::max<int64_t>(0, first - first_tiles[i]), to = std::min(own, end - first_tiles[i]);
-      if (from >= to) continue;
-      for (const Run& run : runs)
-        kernels.product(m, rows_of(a, run.first, run.num), from, to, result + run.first * stride + outs[i], stride);
-    }
-  };
-  parallel_for(pool, tiles, grain, multiply);
-  return ffi::Error::Success();
-} catch (const std::bad_alloc&) {
-  return out_of_memory();
 }
 
 ffi::Error NormRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::BufferR1<ffi::F32> weight,
@@ -342,18 +254,6 @@ extern "C" __attribute__((visibility("default"))) bool kvarts_use_isa(const char
 
 // What jax looks up by name; all else is hidden.
 #pragma GCC visibility push(default)
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_qmatmul, kvarts::QMatmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<kvarts::Bytes>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()
-                                  .Arg<ffi::BufferR2<ffi::F32>>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::F32>>()
-                                  .Attr<ffi::Span<const int64_t>>("rows")
-                                  .Attr<ffi::Span<const int64_t>>("layouts")
-                                  .Attr<bool>("is_fine"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvarts_gather, kvarts::Gather,
                               ffi::Ffi::Bind()

@@ -1,8 +1,9 @@
-"""The low-rank kernels as jax sees them; see `engine.kernels.lora`, which is their only caller."""
+"""The low-rank kernels as jax sees them; see `engine.kernels.lora` for what they compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,16 @@ import numpy as np
 BankArrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 # Places and scales of every row.
 Lists = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What adapters add to products of one input: banks by the number of their matrix."""
+
+    banks: Sequence[tuple[int, BankArrays]]
+    layer: jax.Array | int
+    lists: Lists
+    num_decodes: int
 
 
 def adapt(

@@ -82,7 +82,8 @@ inline float pair_number(const uint8_t* p, int64_t index) {
 
 // y[t] += the sum of inner[t][j] * up[j] over the first R ranks of `up`, in their order.
 template <Float F, int R, int T>
-inline void add_ranks(const uint8_t* up, int64_t rows, const float* inner, float* y, const uint8_t* ahead) {
+inline void add_ranks(const uint8_t* up, int64_t rows, const float* inner, float* y, int64_t stride,
+                      const uint8_t* ahead) {
   constexpr int64_t kSize = F == Float::kF32 ? 4 : 2;
   F32 values[R][T];
   for (int r = 0; r < R; ++r)
@@ -91,18 +92,18 @@ inline void add_ranks(const uint8_t* up, int64_t rows, const float* inner, float
   for (; c + kLanes <= rows; c += kLanes) {
     fetch<F, R>(ahead, c);
     F32 acc[T];
-    for (int t = 0; t < T; ++t) acc[t] = load<F32>(y + t * rows + c);
+    for (int t = 0; t < T; ++t) acc[t] = load<F32>(y + t * stride + c);
     for (int r = 0; r < R; ++r) {
       const F32 own = load_pair<F>(up + r * rows * kSize, c);
       for (int t = 0; t < T; ++t) acc[t] = fma(own, values[r][t], acc[t]);
     }
-    for (int t = 0; t < T; ++t) store(y + t * rows + c, acc[t]);
+    for (int t = 0; t < T; ++t) store(y + t * stride + c, acc[t]);
   }
   for (; c < rows; ++c)
     for (int t = 0; t < T; ++t) {
-      float sum = y[t * rows + c];
+      float sum = y[t * stride + c];
       for (int r = 0; r < R; ++r) sum = __builtin_fmaf(pair_number<F>(up, r * rows + c), inner[t * kMaxRank + r], sum);
-      y[t * rows + c] = sum;
+      y[t * stride + c] = sum;
     }
 }
 
@@ -127,10 +128,10 @@ void through_pair(const Adaptation& a, const AdaptedWeight& w, int64_t place, in
   }
   for (int t = 0; t < T; ++t)
     for (int64_t j = 0; j < rank; ++j) inner[t * kMaxRank + j] *= scale;
-  float* y = w.y + token * w.rows;
+  float* y = w.y + token * w.stride;
   const auto block = [&](int64_t j) { return j < rank ? up + j * w.rows * kSize : next; };
-  for (int64_t j = 0; j < whole; j += 4) add_ranks<F, 4, T>(block(j), w.rows, inner + j, y, block(j + 4));
-  for (int64_t j = whole; j < rank; ++j) add_ranks<F, 1, T>(block(j), w.rows, inner + j, y, block(j + 1));
+  for (int64_t j = 0; j < whole; j += 4) add_ranks<F, 4, T>(block(j), w.rows, inner + j, y, w.stride, block(j + 4));
+  for (int64_t j = whole; j < rank; ++j) add_ranks<F, 1, T>(block(j), w.rows, inner + j, y, w.stride, block(j + 1));
 }
 
 // What comes after entry k of weight i, so that it can be on its way: of the same list, then of the next.

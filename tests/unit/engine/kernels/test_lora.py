@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.lora import AdapterLists, Bank, adapt, adapt_embedding
+from engine.gguf.layouts import Layout
+from engine.kernels.lora import AdapterLists, Bank, Changes, adapt_embedding
+from engine.kernels.qmatmul import MatrixStack, qmatmuls
 from tests.native import instruction_sets, instructions, requires_native
 from tests.unit.engine.jitted import jitted
+from tests.unit.engine.kernels.matrices import random_matrices
 
 REFUSALS = (RuntimeError, ValueError)
 # Relative to the sum of all terms' magnitudes.
@@ -30,7 +34,16 @@ Float64 = npt.NDArray[np.float64]
 # Down, up and the factor.
 Pair = tuple[Any, Any, float]
 
-_adapt: Any = jitted(adapt, static_argnames="num_decodes")
+_products: Any = jitted(
+    lambda arena, matrices, banks, layer, lists, x, *, live, num_decodes: qmatmuls(
+        arena,
+        matrices,
+        x,
+        live=live,
+        changes=None if banks is None else Changes(banks, layer, lists, num_decodes),
+    ),
+    static_argnames="num_decodes",
+)
 _adapt_embedding: Any = jitted(adapt_embedding, static_argnames="num_decodes")
 
 
@@ -133,6 +146,29 @@ def definition(
     return result, size
 
 
+def products(
+    shapes: Sequence[tuple[int, int]],
+    banks: Sequence[Bank | None] | None,
+    layer: int,
+    lists: AdapterLists,
+    x: Any,
+    *,
+    is_native: bool,
+    num_decodes: int,
+    live: Any = None,
+) -> list[Float32]:
+    """Products of x with random matrices of these shapes, with what the banks add to them."""
+    dense = Layout("dense", dtype="f32")
+    packed = random_matrices(9, {str(i): (dense, *shape) for i, shape in enumerate(shapes)})
+    matrices = [
+        MatrixStack.of([matrix], is_native=is_native).single()
+        for matrix in packed.matrices.values()
+    ]
+    arena = jnp.asarray(packed.data)
+    given = (arena, matrices, banks, layer, lists, jnp.asarray(x))
+    return [np.asarray(y) for y in _products(*given, live=live, num_decodes=num_decodes)]
+
+
 WAYS = [False, pytest.param(True, marks=requires_native)]
 
 
@@ -150,23 +186,44 @@ def test_products_change_as_defined(
     num_decodes = 4
     lists = lists_of(chosen)
     x = rng.standard_normal((num_tokens, shapes[0][1])).astype(np.float32)
-    products = [rng.standard_normal((num_tokens, rows)).astype(np.float32) for rows, _ in shapes]
+    run = partial(products, shapes, is_native=is_native, num_decodes=num_decodes)
+    plain = run(None, 0, lists, x)
     for layer in range(LAYERS):
         banks = [one.bank(is_native=is_native) for one in own]
-        got = _adapt(banks, layer, lists, x, products, num_decodes=num_decodes)
-        for one, y, result in zip(own, products, got, strict=True):
+        got = run(banks, layer, lists, x)
+        for one, y, result in zip(own, plain, got, strict=True):
             expected, size = definition(one, layer, lists, x, y, num_decodes)
-            assert (np.abs(np.asarray(result) - expected) <= TOLERANCE * size).all()
+            assert (np.abs(result - expected) <= TOLERANCE * size).all()
 
 
 @pytest.mark.parametrize("is_native", WAYS)
 def test_a_product_without_a_bank_is_left_alone(*, is_native: bool) -> None:
     bank = pairs(8, 16).bank(is_native=is_native)
-    x, y = jnp.ones((2, 16)), jnp.ones((2, 8))
-    same, changed = _adapt([None, bank], 0, lists_of(LISTS[:2]), x, [y, y], num_decodes=2)
-    np.testing.assert_array_equal(np.asarray(same), np.asarray(y))
-    assert not np.array_equal(np.asarray(changed)[0], np.asarray(y)[0])
-    np.testing.assert_array_equal(np.asarray(changed)[1], np.asarray(y)[1])
+    shapes, x = ((8, 16), (8, 16)), jnp.ones((2, 16))
+    run = partial(products, shapes, is_native=is_native, num_decodes=2)
+    plain = run(None, 0, lists_of(LISTS[:2]), x)
+    same, changed = run([None, bank], 0, lists_of(LISTS[:2]), x)
+    np.testing.assert_array_equal(same, plain[0])
+    assert not np.array_equal(changed[0], plain[1][0])
+    np.testing.assert_array_equal(changed[1], plain[1][1])
+    for own, y in zip(run([None, None], 0, lists_of(LISTS[:2]), x), plain, strict=True):
+        np.testing.assert_array_equal(own, y)
+
+
+@requires_native
+def test_padding_stays_zero_and_changes_nothing() -> None:
+    """Rows between and after live ones, in a chunk too, whatever they hold and list."""
+    own, shape = pairs(37, 50), (37, 50)
+    lists = lists_of(LISTS)
+    x = np.random.default_rng(4).standard_normal((23, 50)).astype(np.float32)
+    live = np.arange(23)
+    live[[0, 3, 9, 10, 20, 21, 22]] = -1
+    bank = own.bank(is_native=True)
+    run = partial(products, [shape], [bank], 1, lists, is_native=True, num_decodes=4)
+    (whole,) = run(x)
+    (result,) = run(np.where(live[:, None] < 0, np.nan, x), live=jnp.asarray(live, jnp.int32))
+    np.testing.assert_array_equal(result[live >= 0], whole[live >= 0])
+    assert not result[live < 0].any()
 
 
 @pytest.mark.parametrize("is_native", WAYS)
@@ -182,10 +239,11 @@ def test_embeddings_change_as_defined(*, is_native: bool) -> None:
     assert (np.abs(got - expected) <= TOLERANCE * size).all()
 
 
-def run_native(own: Pairs, lists: AdapterLists, x: Any, y: Any, num_decodes: int) -> Float32:
+def run_native(own: Pairs, lists: AdapterLists, x: Any, num_decodes: int) -> Float32:
     bank = own.bank(is_native=True)
-    (got,) = _adapt([bank], 0, lists, x, [y], num_decodes=num_decodes)
-    return np.asarray(got)
+    shapes = [(own.rows, own.cols)]
+    (got,) = products(shapes, [bank], 0, lists, x, is_native=True, num_decodes=num_decodes)
+    return got
 
 
 @requires_native
@@ -201,12 +259,11 @@ def test_a_token_does_not_see_the_others(num_decodes: int, chunk: int, seed: int
     chosen: list[Sequence[int]] = [LISTS[i] for i in rng.integers(0, len(LISTS), num_rows)]
     lists = lists_of(chosen, seed)
     x = rng.standard_normal((num_decodes + chunk, 50)).astype(np.float32)
-    y = rng.standard_normal((num_decodes + chunk, 37)).astype(np.float32)
-    together = run_native(own, lists, x, y, num_decodes)
+    together = run_native(own, lists, x, num_decodes)
     for token in {0, num_decodes + chunk - 1, *rng.integers(0, num_decodes + chunk, 3).tolist()}:
         row = min(token, num_decodes)
         alone = AdapterLists(lists.places[row : row + 1], lists.scales[row : row + 1])
-        solo = run_native(own, alone, x[token : token + 1], y[token : token + 1], 1)
+        solo = run_native(own, alone, x[token : token + 1], 1)
         np.testing.assert_array_equal(solo[0].view(np.int32), together[token].view(np.int32))
 
 
@@ -215,11 +272,10 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     rng = np.random.default_rng(3)
     own, lists = pairs(200, 131), lists_of(LISTS)
     x = rng.standard_normal((40, 131)).astype(np.float32)
-    y = rng.standard_normal((40, 200)).astype(np.float32)
     results: list[Any] = []
     for name in instruction_sets():
         with instructions(name):
-            results.append(run_native(own, lists, x, y, 4).view(np.int32))
+            results.append(run_native(own, lists, x, 4).view(np.int32))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -230,7 +286,7 @@ def test_a_place_that_does_not_exist_is_refused(place: int) -> None:
     lists = lists_of(LISTS[:2])
     lists = replace(lists, places=lists.places.at[0, 0].set(place))
     with pytest.raises(REFUSALS, match="no such place"):
-        run_native(pairs(8, 16), lists, jnp.ones((2, 16)), jnp.ones((2, 8)), 2)
+        run_native(pairs(8, 16), lists, jnp.ones((2, 16)), 2)
 
 
 @requires_native
@@ -247,18 +303,18 @@ def test_a_place_that_does_not_exist_is_refused(place: int) -> None:
 def test_a_pair_that_does_not_fit_is_refused(entry: int, message: str) -> None:
     bank = pairs(8, 16).bank(is_native=True)
     bank = replace(bank, entries=bank.entries.at[0, 3].set(entry))
+    given = (lists_of(LISTS[:2]), jnp.ones((2, 16)))
     with pytest.raises(REFUSALS, match=message):
-        _adapt([bank], 0, lists_of(LISTS[:2]), jnp.ones((2, 16)), [jnp.ones((2, 8))], num_decodes=2)
+        products([(8, 16)], [bank], 0, *given, is_native=True, num_decodes=2)
 
 
 @requires_native
 @pytest.mark.parametrize("layer", [-1, LAYERS])
 def test_a_layer_that_does_not_exist_is_refused(layer: int) -> None:
     bank = pairs(8, 16).bank(is_native=True)
+    given = (lists_of(LISTS[:2]), jnp.ones((2, 16)))
     with pytest.raises(REFUSALS, match="shapes differ"):
-        _adapt(
-            [bank], layer, lists_of(LISTS[:2]), jnp.ones((2, 16)), [jnp.ones((2, 8))], num_decodes=2
-        )
+        products([(8, 16)], [bank], layer, *given, is_native=True, num_decodes=2)
 
 
 @requires_native
