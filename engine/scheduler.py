@@ -18,8 +18,9 @@ from engine.memory.pages import PageAllocator
 from engine.pooling import StatePooling
 from engine.scheduling.admission import Admission, AdmissionParts
 from engine.scheduling.erasing import Erasure, Erasures
+from engine.scheduling.faults import NonFiniteLogits, not_finite
 from engine.scheduling.ledger import Ledger
-from engine.scheduling.parts import NonFiniteLogits, SchedulerParts
+from engine.scheduling.parts import SchedulerParts
 from engine.scheduling.plan import StepPlan, plan_step, plan_texts
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
@@ -349,8 +350,9 @@ class Scheduler:
         if row.num_pending:
             return
         vectors = pooling.result()
-        if self._parts.failpoints.fires(Site.LOGITS) or not np.isfinite(vectors).all():
-            error = NonFiniteLogits(f"the vector of request {row.request_id} is not finite")
+        try:
+            self._require_finite(row, is_finite=bool(np.isfinite(vectors).all()))
+        except Exception as error:
             self._fault(row, error, keep=False)
             return
         self._table.discard(row.home, row.reused)
@@ -370,8 +372,7 @@ class Scheduler:
     def _sample(self, row: Row, logits: RowLogits | None, now_s: float) -> None:
         try:
             finite = _require(logits, row)
-            if self._parts.failpoints.fires(Site.LOGITS) or not finite.is_finite:
-                raise NonFiniteLogits(f"the logits of request {row.request_id} are not finite")
+            self._require_finite(row, is_finite=finite.is_finite)
         except Exception as error:
             self._fault(row, error, keep=False)
             return
@@ -389,6 +390,13 @@ class Scheduler:
         row.home.state = row.state
         if ending is not None:
             self._finish(row, ending)
+
+    def _require_finite(self, row: Row, *, is_finite: bool) -> None:
+        """Raises if what a row's last step made, logits or a vector, is not finite."""
+        if self._parts.failpoints.fires(Site.LOGITS):
+            raise NonFiniteLogits(f"what the device made of request {row.request_id} is not finite")
+        if not is_finite:
+            raise not_finite(row)
 
 
 def _require(logits: RowLogits | None, row: Row) -> RowLogits:

@@ -1,8 +1,9 @@
 """The banks of a model: where loaded adapters lie on the device, and how they get there.
 
-A bank holds all places of all layers of one weight. A place is written a few layers at a time, by
-a program compiled before READY that changes the bank in place, so that loading within the capacity
-compiles nothing. What a place holds counts only once its entries say so, which happens last.
+A bank holds all places of all layers of one weight. A place is written a few layers at a time, so
+that loading within the capacity compiles nothing: banks of native kernels are memory of the process
+that programs read where it is, those of XLA are changed in place by programs compiled before READY.
+What a place holds counts only once its entries say so, which happens last.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.adapters.content import EMBEDDING, NUMBERS, AdapterContent, Pair, as
 from engine.adapters.fit import TargetModel
 from engine.errors import InvalidField
 from engine.kernels.lora import Bank
+from engine.memory.region import Region
 from engine.model.spec import AttentionSpec, ModelSpec
 from engine.model.tensors import block_matrices, global_matrices
 
@@ -85,6 +87,8 @@ class AdapterBanks:
         self._runs = [layers for _, layers in spec.runs()]
         self._is_native = is_native
         self._banks: dict[_Key, Bank] = {}
+        # What native banks alias, by weight and half. No program reads a place while it is written.
+        self._memory: dict[tuple[_Key, str], npt.NDArray[np.uint32]] = {}
         self._tables: dict[_Key, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
         self._programs: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., Any]] = {}
         shapes = {k: shape for k, shape in adapted_shapes(spec).items() if capacity.takes(shape)}
@@ -97,8 +101,9 @@ class AdapterBanks:
                     if full.startswith(prefix):
                         name = full.removeprefix(prefix).removesuffix(".weight")
                         self._add((run, name), len(layers), shape)
-        except RuntimeError as error:  # what jax's own is, which it leaves untyped
-            if "RESOURCE_EXHAUSTED" not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            # jax leaves its own untyped.
+            if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             needed = capacity.nbytes(shapes.values())
             raise InvalidField(
@@ -118,6 +123,8 @@ class AdapterBanks:
 
     def compilations(self) -> list[Callable[[], None]]:
         """The work of compiling every program, one call each."""
+        if self._is_native:
+            return []
         kinds = {
             (array.shape, part.shape): (array, part)
             for bank in self._banks.values()
@@ -152,15 +159,28 @@ class AdapterBanks:
         *stacked, rows, cols = shape
         count = math.prod(stacked)
         places, rank = self._capacity.count * count, self._capacity.bank_rank
-        dtype = jnp.uint32 if self._is_native else jnp.float32
         is_embedding = f"{key[1]}.weight" == EMBEDDING
         widths = (rows, cols) if is_embedding else (cols, rows)
-        down, up = (jnp.zeros((num_layers, places, rank * width), dtype) for width in widths)
+        down, up = (
+            self._room(key, half, (num_layers, places, rank * width))
+            for half, width in zip(("down", "up"), widths, strict=True)
+        )
         entries = np.zeros((num_layers, places), np.int32)
         factors = np.zeros((num_layers, places), np.float32)
         self._tables[key] = entries, factors
         tables = jnp.array(entries), jnp.array(factors)
         self._banks[key] = Bank(down, up, *tables, rows, cols, rank, self._is_native, count)
+
+    def _room(self, key: _Key, half: str, shape: tuple[int, int, int]) -> jax.Array:
+        """One half of a bank, empty."""
+        if not self._is_native:
+            return jnp.zeros(shape, jnp.float32)
+        # A region has large pages, where the system has such: a step reads every bank once, and finding
+        # small pages takes as long as reading them.
+        memory = Region(4 * math.prod(shape)).data.view(np.uint32).reshape(shape)
+        memory.fill(0)  # taken now: what is missing is to end the start, not a request
+        self._memory[key, half] = memory
+        return jax.device_put(memory, may_alias=True)
 
     def _locate(self, name: str) -> tuple[_Key, int]:
         """The bank of a weight and its layer there."""
@@ -179,17 +199,22 @@ class AdapterBanks:
 
     def _fill(self, key: _Key, place: int, pairs: Mapping[int, Pair]) -> Iterator[int]:
         for half in ("down", "up"):
-            array = getattr(self._banks[key], half)
-            piece = _piece(array, self._banks[key].count)
+            array, count = getattr(self._banks[key], half), self._banks[key].count
+            piece = _piece(array, count)
             num_layers, step = array.shape[0], piece.shape[0]
             for start in range(0, num_layers, step):
                 # The last piece has as many layers as the others: some are written twice.
                 first = min(start, num_layers - step)
-                part = np.zeros(piece.shape, piece.dtype)
+                if self._is_native:
+                    own = slice(place * count, (place + 1) * count)
+                    part = self._memory[key, half][first : first + step, own]
+                else:
+                    part = np.zeros(piece.shape, piece.dtype)
                 for layer in range(first, first + step):
                     if layer in pairs:
                         self._lay(part[layer - first], key, half, pairs[layer])
-                self._write_piece(key, half, part, first, place)
+                if not self._is_native:
+                    self._write_piece(key, half, part, first, place)
                 yield part.nbytes
 
     def _write_piece(

@@ -19,10 +19,6 @@ from engine.step import Runner
 from engine.types import Request
 
 
-class NonFiniteLogits(ArithmeticError):
-    """The runner returned a NaN or an infinity."""
-
-
 @dataclass(frozen=True)
 class SchedulerParts:
     """What the scheduler is given. `chunk_tokens` bounds the prompt tokens of one step.

@@ -246,3 +246,17 @@ def test_a_device_that_fails_in_a_write_ends_the_engine(life: Life) -> None:
     with pytest.raises(EngineFault):
         done.result(10)
     assert life.engine.fault is not None
+
+
+def test_a_scale_that_the_model_cannot_hold_ends_its_request_by_name_and_no_other() -> None:
+    life, poison = new_life(), (7, 7)
+    runner = life.engine.adapters.setup.store
+    assert isinstance(runner, FakeRunner)
+    runner.poison = poison
+    (failed,) = [e for e in life.ask((AdapterScale(1, 1e38),), poison) if isinstance(e, Failed)]
+    assert isinstance(failed.error, InvalidField)
+    assert failed.error.field == "adapters"
+    assert "1 at 1e+38" in str(failed.error)
+    assert any(isinstance(e, Finished) for e in life.ask(A))
+    (fault,) = [e for e in life.ask((), poison) if isinstance(e, Failed)]
+    assert isinstance(fault.error, EngineFault)

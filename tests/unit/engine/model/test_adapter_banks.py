@@ -71,11 +71,17 @@ def some_pairs(spec: ModelSpec, name: str, layers: Sequence[int]) -> AdapterCont
     return make_content(pairs)
 
 
+@pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize(
     ("family", "name"), [("dense", DOWN), ("moe", EXPERTS)], ids=["dense", "moe"]
 )
 def test_a_place_is_written_a_few_layers_at_a_time(
-    family: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    name: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_native: bool,
 ) -> None:
     """Two layers a piece, in five or three layers: some are written twice. Only then it counts."""
     spec: ModelSpec = request.getfixturevalue(family)
@@ -84,7 +90,7 @@ def test_a_place_is_written_a_few_layers_at_a_time(
     piece_bytes = 2 * 4 * 8 * count * max(rows, cols)
     monkeypatch.setattr(adapter_banks, "_PIECE_BYTES", piece_bytes)
     capacity = AdapterCapacity(count=3, rank=8, has_experts=True)
-    banks = open_banks(spec, capacity, is_native=False)
+    banks = open_banks(spec, capacity, is_native=is_native)
     layers = [0, 1, spec.num_layers - 1]
     content = some_pairs(spec, name, layers)
     own = name.split(".")[2]
@@ -101,7 +107,7 @@ def test_a_place_is_written_a_few_layers_at_a_time(
     for layer in range(spec.num_layers):
         pair = content.pairs.get(name.format(layer))
         for values, half in ((bank().down, "down"), (bank().up, "up")):
-            held = np.asarray(values)[layer].reshape(3, count, -1)
+            held = np.asarray(values).view(np.float32)[layer].reshape(3, count, -1)
             assert not held[[0, 2]].any(), "another place was touched"
             wanted = np.zeros_like(held[1])
             if pair is not None:
