@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -34,16 +35,23 @@ Float64 = npt.NDArray[np.float64]
 # Down, up and the factor.
 Pair = tuple[Any, Any, float]
 
-_products: Any = jitted(
-    lambda arena, matrices, banks, layer, lists, x, *, live, num_decodes: qmatmuls(
-        arena,
-        matrices,
-        x,
-        live=live,
-        changes=None if banks is None else Changes(banks, layer, lists, num_decodes),
-    ),
-    static_argnames="num_decodes",
-)
+
+def _changed_products(
+    arena: jax.Array,
+    matrices: Sequence[MatrixStack],
+    banks: Sequence[Bank | None] | None,
+    layer: int,
+    lists: AdapterLists,
+    x: jax.Array,
+    *,
+    live: jax.Array | None,
+    num_decodes: int,
+) -> list[jax.Array]:
+    changes = None if banks is None else Changes(banks, layer, lists, num_decodes)
+    return qmatmuls(arena, matrices, x, live=live, changes=changes)
+
+
+_products = jitted(_changed_products, static_argnames="num_decodes")
 _adapt_embedding: Any = jitted(adapt_embedding, static_argnames="num_decodes")
 
 
