@@ -15,7 +15,7 @@ from typing import Any
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
-from engine.text.chat_format import ReasoningTags
+from engine.text.chat_format import PLAIN, ChatFormat, ReasoningTags
 from service.defaults import GenerationDefaults
 from service.json_text import json_object
 from service.loaded import Template
@@ -32,6 +32,7 @@ class RenderedChat:
         echoed_reasoning: Its reasoning likewise.
         thinking: The end of `text` from the tag on that opened reasoning which is still open; ""
             where none is.
+        opening: What the prompt already holds of the message that is to be read.
         is_continued: The turn goes on where a message of the conversation ended.
     """
 
@@ -39,6 +40,7 @@ class RenderedChat:
     echo: str = ""
     echoed_reasoning: str = ""
     thinking: str = ""
+    opening: str = ""
     is_continued: bool = False
 
 
@@ -47,7 +49,7 @@ def render_chat(
     template: Template | None,
     defaults: GenerationDefaults,
     field: str,
-    reasoning: ReasoningTags | None = None,
+    chat_format: ChatFormat = PLAIN,
 ) -> RenderedChat:
     """Renders a conversation; a trailing assistant message may stay open.
 
@@ -56,7 +58,7 @@ def render_chat(
         template: the model's; None cannot chat.
         defaults: the server's.
         field: name of `chat` in its request, for messages.
-        reasoning: the texts around the model's reasoning; None where it does not think.
+        chat_format: how the model's family writes a message.
 
     Raises:
         InvalidField: JSON text that is no object, or messages that the template refuses.
@@ -68,6 +70,7 @@ def render_chat(
     messages = [
         _message(message, f"{field}.messages[{i}]") for i, message in enumerate(chat.messages)
     ]
+    reasoning = chat_format.reasoning
     held = open_turn(chat, reasoning, field) if _is_continued(chat, defaults) else None
     tools, extra = _tools(chat, field), _kwargs(chat, defaults, field)
     shown = messages if held is None else messages[:-1]
@@ -75,7 +78,8 @@ def render_chat(
         shown, tools=tools, add_generation_prompt=_opens_turn(chat, held), extra=extra
     )
     if held is None:
-        return RenderedChat(text, thinking=_thinking(text, reasoning))
+        opening = _opening(text, text, chat_format) or _thought(text, reasoning)
+        return RenderedChat(text, thinking=_thinking(text, reasoning), opening=opening)
     opening_at = len(text)
     if reasoning is not None:
         closed = template.render(shown, tools=tools, add_generation_prompt=False, extra=extra)
@@ -83,13 +87,32 @@ def render_chat(
     thinking = ""
     if reasoning is not None and held.is_thinking:
         thinking = f"{reasoning.start}{reasoning.start_gap}{held.reasoning}"
+    whole = held.behind(text, opening_at, chat_format)
     return RenderedChat(
-        held.behind(text, opening_at, reasoning),
+        whole,
         echo=held.content if chat.echo_final_message else "",
         echoed_reasoning=held.reasoning if chat.echo_final_message else "",
         thinking=thinking,
+        opening=_opening(text, whole, chat_format) or held.text(chat_format),
         is_continued=True,
     )
+
+
+def _opening(prompt: str, whole: str, chat_format: ChatFormat) -> str:
+    """What is behind the mark that a turn begins with, in a prompt and in what goes on from it."""
+    if not chat_format.turn_start:
+        return ""
+    at = prompt.rfind(chat_format.turn_start)
+    return chat_format.header + (whole[at + len(chat_format.turn_start) :] if at >= 0 else "")
+
+
+def _thought(text: str, reasoning: ReasoningTags | None) -> str:
+    """The reasoning at the end of a prompt that the template has opened, and closed again maybe."""
+    if reasoning is None or not reasoning.start:
+        return ""
+    rest = text.rstrip()
+    rest = rest.removesuffix(reasoning.end).rstrip()
+    return text[len(rest) - len(reasoning.start) :] if rest.endswith(reasoning.start) else ""
 
 
 def _opens_turn(chat: common_pb2.ChatPrompt, held: OpenTurn | None) -> bool:
@@ -100,7 +123,7 @@ def _opens_turn(chat: common_pb2.ChatPrompt, held: OpenTurn | None) -> bool:
 
 def _thinking(text: str, reasoning: ReasoningTags | None) -> str:
     """The end of a prompt that has opened reasoning, from its tag on."""
-    if reasoning is None or not text.rstrip().endswith(reasoning.start):
+    if reasoning is None or not reasoning.start or not text.rstrip().endswith(reasoning.start):
         return ""
     return text[text.rindex(reasoning.start) :]
 

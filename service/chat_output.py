@@ -12,11 +12,12 @@ from kvarts.v1 import common_pb2, generation_pb2
 
 from engine.constraint import Constraint
 from engine.errors import InvalidField, NotSupported
-from engine.text.call_reader import CallPiece
-from engine.text.chat_format import ChatFormat, TaggedFormat, ToolFormat
+from engine.text.call_piece import CallPiece
+from engine.text.call_triggers import call_triggers
+from engine.text.chat_format import CallFormat, ChatFormat
 from engine.text.chat_grammar import call_grammar
 from engine.text.chat_parser import Content, Delta, MessageParser, Reasoning
-from engine.text.grammar.lazy import CallGrammar, Triggers
+from engine.text.grammar.lazy import CallGrammar
 from engine.text.parameter_kinds import ParameterKinds
 from engine.text.tagged_grammar import CallableTool
 from service.chat import RenderedChat
@@ -28,8 +29,6 @@ from service.reasoning import mark_tokens, reasoning_format, shown_marks
 ChatDelta = generation_pb2.ChatDelta
 GenerateRequest = generation_pb2.GenerateRequest
 
-# A call without a mark is all of the message, and begins with a brace.
-_BARE_CALL = r"^\s*(\{)"
 _ANY_OBJECT = '{"type":"object"}'
 
 
@@ -46,23 +45,38 @@ class ChatReader:
     """Reads one answer; `echo` is told before it."""
 
     def __init__(
-        self, parsers: Sequence[tuple[MessageParser, bool]], echo: Sequence[ChatDelta]
+        self,
+        parsers: Sequence[tuple[MessageParser, bool]],
+        echo: Sequence[ChatDelta],
+        opening: str,
+        *,
+        is_known: bool,
     ) -> None:
-        """Begins an answer. Of a parser paired with True only the reasoning counts."""
+        """Begins an answer. Of a parser paired with True only the reasoning counts.
+
+        `opening` is what the prompt holds of the message; `is_known`: the client has it already.
+        """
         self._parsers = parsers
-        self._echo = echo
+        self._opened = list(echo)
+        for parser, only_reasoning in parsers:
+            if is_known:
+                parser.resume(opening)
+            else:
+                self._opened += _told(parser.push(opening), only_reasoning=only_reasoning)
 
     def push(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
         """Returns what a text adds to the message."""
-        deltas, self._echo = list(self._echo), ()
+        deltas, self._opened = self._opened, []
         for parser, only_reasoning in self._parsers:
             told = parser.push(text) + (parser.finish() if is_last else [])
-            deltas += [
-                _message(delta)
-                for delta in told
-                if not only_reasoning or isinstance(delta, Reasoning)
-            ]
+            deltas += _told(told, only_reasoning=only_reasoning)
         return deltas
+
+
+def _told(deltas: Sequence[Delta], *, only_reasoning: bool) -> list[ChatDelta]:
+    return [
+        _message(delta) for delta in deltas if not only_reasoning or isinstance(delta, Reasoning)
+    ]
 
 
 def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel) -> ChatOutput:
@@ -89,7 +103,7 @@ def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel
     return ChatOutput(constraint, shown, _beginner(request, chat, model, chat_format, tools))
 
 
-def _offered(request: GenerateRequest, model: LoadedModel) -> ToolFormat | TaggedFormat | None:
+def _offered(request: GenerateRequest, model: LoadedModel) -> CallFormat | None:
     chat, chat_format = request.chat, model.chat_format
     if not chat.tools or chat.tool_choice == common_pb2.TOOL_CHOICE_NONE:
         return None
@@ -101,7 +115,7 @@ def _offered(request: GenerateRequest, model: LoadedModel) -> ToolFormat | Tagge
 
 def _constraint(
     request: GenerateRequest,
-    tools: ToolFormat | TaggedFormat,
+    tools: CallFormat,
     shown: frozenset[int],
     model: LoadedModel,
 ) -> Constraint:
@@ -114,9 +128,7 @@ def _constraint(
     is_required = chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
     if not tools.start and is_required:
         return compiled
-    triggers = Triggers.of(words=[tools.start] if tools.start else [])
-    if not tools.start:
-        triggers = Triggers.of(patterns=[_BARE_CALL])
+    triggers = call_triggers(model.chat_format, tools, [tool.name for tool in chat.tools])
     return CallGrammar(compiled, triggers, is_required=is_required)
 
 
@@ -135,27 +147,21 @@ def _beginner(
     chat: RenderedChat,
     model: LoadedModel,
     chat_format: ChatFormat,
-    tools: ToolFormat | TaggedFormat | None,
+    tools: CallFormat | None,
 ) -> Callable[[], ChatReader]:
     reading = reasoning_format(request, model)
     reads_reasoning = reading != generation_pb2.REASONING_FORMAT_NONE
     keeps_reasoning = reading == generation_pb2.REASONING_FORMAT_DEEPSEEK_LEGACY
     is_shaped = shapes_answer(request, model)
-    tags = chat_format.reasoning
     kinds = ParameterKinds((tool.name, tool.parameters) for tool in _callable(request))
     echo = [ChatDelta(reasoning=chat.echoed_reasoning)] if chat.echoed_reasoning else []
     echo += [ChatDelta(content=chat.echo)] if chat.echo else []
-    if not reads_reasoning and not chat.is_continued and chat.thinking:
-        # What the template has opened is part of the text that is left as it is.
-        echo = [ChatDelta(content=chat.thinking)]
 
     def parser(*, reads: bool) -> MessageParser:
         return MessageParser(
             chat_format,
             parses_tools=tools is not None,
             reads_reasoning=reads,
-            begins_in_reasoning=bool(chat.thinking),
-            gap_is_open=tags is not None and chat.thinking == tags.start,
             kinds=kinds,
             is_shaped=is_shaped,
         )
@@ -164,7 +170,7 @@ def _beginner(
         parsers = [(parser(reads=reads_reasoning and not keeps_reasoning), False)]
         if keeps_reasoning:
             parsers.insert(0, (parser(reads=True), True))
-        return ChatReader(parsers, echo)
+        return ChatReader(parsers, echo, chat.opening, is_known=chat.is_continued)
 
     return begin
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from engine.engine import Engine
 from engine.slots.store import SlotStore
-from engine.text.chat_format import PLAIN, ChatFormat, find_format
+from engine.text.chat_families import find_format
+from engine.text.chat_format import PLAIN, ChatFormat
 from engine.text.grammar.matcher import GrammarCompiler
 from engine.text.pairs import PairLayout
 from engine.types import EventSink

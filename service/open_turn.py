@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
-from engine.text.chat_format import ReasoningTags
+from engine.text.chat_format import ChatFormat, ReasoningTags
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,27 @@ class OpenTurn:
     reasoning: str
     is_thinking: bool
 
-    def behind(self, prompt: str, opening_at: int, reasoning: ReasoningTags | None) -> str:
+    def text(self, chat_format: ChatFormat) -> str:
+        """Returns the turn as the family writes it, from the mark of its reasoning on."""
+        reasoning = chat_format.reasoning
+        if reasoning is None:
+            return chat_format.content_start + self.content
+        thought = f"{reasoning.start}{reasoning.start_gap}{self.reasoning}"
+        if self.is_thinking:
+            return thought
+        return f"{thought}{reasoning.end_lead}{reasoning.end}{reasoning.end_gap}{self.content}"
+
+    def behind(self, prompt: str, opening_at: int, chat_format: ChatFormat) -> str:
         """Returns the prompt with the turn behind its opening.
 
         Args:
             prompt: Ends with the opening of the turn, which may hold reasoning itself.
             opening_at: Where the opening begins.
-            reasoning: The texts around reasoning; None where the model does not think.
+            chat_format: How the family writes a turn.
         """
-        if reasoning is None:
-            return prompt + self.content
-        at = prompt.find(reasoning.start, opening_at)
-        start = f"{prompt if at < 0 else prompt[:at]}{reasoning.start}{reasoning.start_gap}"
-        thought = start + self.reasoning
-        if self.is_thinking:
-            return thought
-        return f"{thought}{reasoning.end_lead}{reasoning.end}{reasoning.end_gap}{self.content}"
+        reasoning = chat_format.reasoning
+        at = prompt.find(reasoning.start, opening_at) if reasoning and reasoning.start else -1
+        return (prompt if at < 0 else prompt[:at]) + self.text(chat_format)
 
 
 def open_turn(chat: common_pb2.ChatPrompt, reasoning: ReasoningTags | None, field: str) -> OpenTurn:

@@ -48,7 +48,7 @@ async def render(chat: common_pb2.ChatPrompt, model: LoadedModel) -> RenderedCha
         EngineError: As `render_chat`.
     """
     return await asyncio.to_thread(
-        render_chat, chat, model.template, model.defaults, "chat", model.chat_format.reasoning
+        render_chat, chat, model.template, model.defaults, "chat", model.chat_format
     )
 
 

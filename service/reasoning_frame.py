@@ -29,6 +29,8 @@ class _Renders(Protocol):
 
 def framed(tags: ReasoningTags, template: _Renders) -> ReasoningTags:
     """Returns the tags with their white space; as they are where the template does not show it."""
+    if not tags.start:
+        return tags
     try:
         text = template.render(_TURNS, add_generation_prompt=False)
     except (TemplateError, InvalidField, NotSupported):

@@ -1,4 +1,4 @@
-"""One section of tool calls, read while it arrives.
+"""One section of tool calls that are JSON objects, or names with JSON behind them.
 
 Arguments are passed on as they are written. A call is told as soon as its name is known, with the
 brace that its arguments will open with, as the peer does. What is no call of the format is left to
@@ -7,228 +7,270 @@ be content: a grammar keeps a model from writing it.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import re
+from enum import Enum, auto
 
+from engine.text.call_piece import CallPiece
 from engine.text.chat_format import ToolFormat
+from engine.text.json_parts import JsonEnd, JsonWord
+from engine.text.tape import Marks, Tape
 
-_SPACE = " \t\r\n"
 
-
-@dataclass(frozen=True)
-class CallPiece:
-    """What a call grew by. `name` and `call_id` are in its first piece alone."""
-
-    index: int
-    arguments: str
-    name: str = ""
-    call_id: str = ""
+class _Place(Enum):
+    OPEN = auto()
+    NAME = auto()
+    KEY = auto()
+    COLON = auto()
+    MEMBER = auto()
+    BEHIND_MEMBER = auto()
+    ARGUMENTS = auto()
+    OBJECT = auto()
+    TEXT = auto()
+    BEHIND_CALL = auto()
+    END = auto()
 
 
 class CallReader:
-    """Reads the calls behind one opening mark. `rest` is the text behind the section."""
+    """Implements `engine.text.call_piece.SectionReader`."""
 
-    def __init__(self, tools: ToolFormat, first_index: int = 0) -> None:
+    def __init__(self, tools: ToolFormat, num_calls: int = 0) -> None:
         self._tools = tools
-        self._index = first_index
-        self._text = ""
-        self._name = ""
-        self._id = ""
-        self._value: JsonEnd | None = None
-        self._is_told = False
-        self._is_opening = False
-        self._is_behind_call = False
+        self._name_end = Marks([tools.name_end])
+        self._end = Marks([tools.end])
+        notes = [tools.id_start, *tools.note_starts]
+        self._notes = re.compile("|".join(re.escape(note) for note in notes if note) or "(?!)")
+        self._place = _Place.NAME if tools.name_end else _Place.OPEN
+        self._word = JsonWord()
+        self._value = JsonEnd()
+        self._texts: list[str] = []
+        self._key = self._name = self._id = ""
+        # Arguments that came before the name.
+        self._early: list[str] = []
+        self._is_told = self._has_arguments = self._is_opening = False
+        self.num_calls = num_calls
         self.is_done = False
-        self.rest = ""
 
-    def next(self) -> CallReader:
-        """Returns the reader of the next section, whose calls go on counting."""
-        return CallReader(self._tools, self._index)
-
-    def push(self, text: str) -> list[CallPiece]:
-        """Takes text and returns what it added to calls."""
-        self._text += text
+    def read(self, tape: Tape) -> list[CallPiece]:
+        """Reads as far as the tape tells, and returns what that added to calls."""
         pieces: list[CallPiece] = []
-        while not self.is_done and self._step(pieces):
+        while not self.is_done and self._step(tape, pieces):
             pass
         return pieces
 
-    def _step(self, pieces: list[CallPiece]) -> bool:
-        if self._value is not None:
-            return self._read_arguments(pieces)
-        if self._is_behind_call:
-            return self._read_end()
-        return self._read_tagged(pieces) if self._tools.name_end else self._read_members(pieces)
+    def _step(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        match self._place:
+            case _Place.OPEN:
+                return self._open(tape)
+            case _Place.NAME:
+                return self._read_name(tape, pieces)
+            case _Place.KEY:
+                return self._read_key(tape)
+            case _Place.COLON:
+                return self._read_colon(tape, pieces)
+            case _Place.MEMBER:
+                return self._read_member(tape, pieces)
+            case _Place.BEHIND_MEMBER:
+                return self._read_comma(tape, pieces)
+            case _Place.ARGUMENTS:
+                return self._begin_arguments(tape)
+            case _Place.OBJECT:
+                return self._read_object(tape, pieces)
+            case _Place.TEXT:
+                return self._read_text(tape, pieces)
+            case _Place.BEHIND_CALL:
+                return self._read_behind(tape)
+            case _Place.END:
+                return self._read_end(tape)
 
-    def _read_tagged(self, pieces: list[CallPiece]) -> bool:
-        name, mark, rest = self._text.partition(self._tools.name_end)
-        if not mark:
+    def _open(self, tape: Tape) -> bool:
+        """Before a call's object."""
+        tape.skip_space()
+        char = tape.next_char
+        if not char:
             return False
+        if char in ("[", ",") and self._tools.is_list:
+            tape.take(1)
+            return True
+        if char != "{":
+            return self._finish()
+        tape.take(1)
+        self._place, self._word = _Place.KEY, JsonWord()
+        return True
+
+    def _read_name(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        found = tape.take_until(self._name_end)
+        self._texts.append(found.text)
+        if not found.mark:
+            return False
+        text = "".join(self._texts)
+        note = self._notes.search(text)
+        self._name = (text[: note.start()] if note else text).strip()
         if self._tools.id_start:
-            name, _, self._id = name.partition(self._tools.id_start)
-        if self._tools.note_start:
-            name, _, _ = name.partition(self._tools.note_start)
-        self._name = name.strip()
+            self._id = text.partition(self._tools.id_start)[2]
+        if not self._name:
+            return self._finish()
         self._tell(pieces)
-        self._begin(rest.lstrip(_SPACE))
+        self._place = _Place.ARGUMENTS
         return True
 
     def _tell(self, pieces: list[CallPiece]) -> None:
-        """Tells of a call, once."""
+        """Tells of a call, once, and of arguments that came before its name."""
+        if self._is_told:
+            return
+        pieces.append(CallPiece(self.num_calls, "{", self._name, self._id))
+        self._is_told = True
+        self._pass_on("".join(self._early), pieces)
+        self._early.clear()
+
+    def _pass_on(self, arguments: str, pieces: list[CallPiece]) -> None:
         if not self._is_told:
-            pieces.append(CallPiece(self._index, "{", self._name, self._id))
-            self._is_told = True
+            self._early.append(arguments)
+        elif arguments:
+            pieces.append(CallPiece(self.num_calls, arguments))
 
-    def _read_members(self, pieces: list[CallPiece]) -> bool:
-        """Reads the members of a call up to its arguments; False if they are not all there."""
-        at = _skip(self._text, 0)
-        if self._tools.is_list and self._text[at : at + 1] in ("[", ","):
-            at = _skip(self._text, at + 1)
-        if at >= len(self._text):
+    def _read_key(self, tape: Tape) -> bool:
+        tape.skip_space()
+        if tape.next_char == "}":
+            self._place = _Place.BEHIND_MEMBER
+            return True
+        key = self._word.read(tape)
+        if key is None:
             return False
-        if self._text[at] != "{":
-            return self._give_up()
-        at = _skip(self._text, at + 1)
-        while True:
-            key = _read_string(self._text, at)
-            if key is None:
-                return False
-            name, at = key
-            at = _skip(self._text, at)
-            if self._text[at : at + 1] != ":":
-                return at < len(self._text) and self._give_up()
-            at = _skip(self._text, at + 1)
-            if name == self._tools.arguments_key:
-                if at >= len(self._text):
-                    return False
-                self._tell(pieces)
-                self._begin(self._text[at:])
-                return True
-            value = _read_string(self._text, at)
-            if value is None:
-                return False
-            text, at = value
-            if name == self._tools.name_key:
-                self._name = text
-                self._tell(pieces)
-            elif name == self._tools.id_key:
-                self._id = text
-            at = _skip(self._text, at)
-            if self._text[at : at + 1] != ",":
-                return at < len(self._text) and self._give_up()
-            at = _skip(self._text, at + 1)
-
-    def _begin(self, rest: str) -> None:
-        self._text, self._value, self._is_opening = rest, JsonEnd(), True
-
-    def _read_arguments(self, pieces: list[CallPiece]) -> bool:
-        assert self._value is not None
-        if self._is_opening:
-            self._text = self._text.lstrip(_SPACE)
-            if not self._text:
-                return False
-        end = self._value.find(self._text)
-        arguments = self._text if end is None else self._text[:end]
-        self._text = self._text[len(arguments) :]
-        if self._is_opening and arguments:
-            # The brace was told with the name.
-            arguments, self._is_opening = arguments.removeprefix("{"), False
-        if arguments:
-            pieces.append(CallPiece(self._index, arguments))
-        if end is None:
-            return False
-        self._value, self._is_behind_call, self._is_told = None, True, False
-        self._index += 1
-        self._name = self._id = ""
+        self._key, self._place = key, _Place.COLON
         return True
 
-    def _read_end(self) -> bool:
-        """Reads from a call's arguments to the next call, or past the section."""
-        behind_object = 0 if self._tools.name_end else self._object_end()
-        if behind_object is None:
+    def _read_colon(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        tape.skip_space()
+        if not tape.next_char:
             return False
-        at = _skip(self._text, behind_object)
-        following = self._text[at : at + 1]
-        if self._tools.is_list and following == ",":
-            self._text, self._is_behind_call = self._text[at:], False
+        if tape.next_char != ":":
+            return self._finish()
+        tape.take(1)
+        if self._tools.name_is_key and not self._is_told:
+            self._name = self._key
+            if not self._name:
+                return self._finish()
+            self._tell(pieces)
+            self._place = _Place.ARGUMENTS
+        elif self._key == self._tools.arguments_key and not self._has_arguments:
+            self._place = _Place.ARGUMENTS
+        else:
+            self._place, self._word = _Place.MEMBER, JsonWord()
+        return True
+
+    def _read_member(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        tape.skip_space()
+        if tape.next_char in ("{", "["):
+            # No member that says anything.
+            self._place, self._key, self._value = _Place.OBJECT, "", JsonEnd()
             return True
-        if self._tools.is_list:
-            if not following:
-                return False
-            at = _skip(self._text, at + 1) if following == "]" else at
-        end = self._tools.end
-        behind = self._text[at:]
-        if end and len(behind) < len(end) and end.startswith(behind):
+        value = self._word.read(tape)
+        if value is None:
             return False
-        self.rest = behind.removeprefix(end)
+        if self._key == self._tools.name_key:
+            self._name = value
+            if not value:
+                return self._finish()
+            self._tell(pieces)
+        elif self._key == self._tools.id_key:
+            self._id = value
+        self._place = _Place.BEHIND_MEMBER
+        return True
+
+    def _read_comma(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        """Behind a member of a call's object."""
+        tape.skip_space()
+        char = tape.next_char
+        if not char:
+            return False
+        if char == ",":
+            tape.take(1)
+            self._place, self._word = _Place.KEY, JsonWord()
+            return True
+        if char == "}":
+            tape.take(1)
+        elif not self._has_arguments:
+            return self._finish()
+        if not self._is_told:
+            return self._finish()
+        if not self._has_arguments:
+            self._pass_on("}", pieces)
+        self._next_call()
+        return True
+
+    def _begin_arguments(self, tape: Tape) -> bool:
+        tape.skip_space()
+        if not tape.next_char:
+            return False
+        self._has_arguments = self._is_opening = True
+        is_object = tape.next_char in ("{", "[")
+        self._place = _Place.OBJECT if is_object else _Place.TEXT
+        self._value, self._word = JsonEnd(), JsonWord()
+        self._key = self._tools.arguments_key
+        return True
+
+    def _read_object(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        text = self._value.read(tape)
+        if self._key:
+            if self._is_opening and text:
+                # The brace was told with the name.
+                text, self._is_opening = text.removeprefix("{"), False
+            self._pass_on(text, pieces)
+        if self._value.is_done:
+            self._behind_arguments()
+        return self._value.is_done
+
+    def _read_text(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        """Arguments that are no object: maybe one in a string."""
+        text = self._word.read(tape)
+        if text is None:
+            return False
+        text = text.strip()
+        self._pass_on(text[1:] if text.startswith("{") else "}", pieces)
+        self._behind_arguments()
+        return True
+
+    def _behind_arguments(self) -> None:
+        if self._tools.name_end:
+            self._next_call()
+        else:
+            self._place = _Place.BEHIND_MEMBER
+
+    def _next_call(self) -> None:
+        self.num_calls += 1
+        self._key = self._name = self._id = ""
+        self._is_told = self._has_arguments = False
+        self._texts.clear()
+        self._place = _Place.END if self._tools.name_end else _Place.BEHIND_CALL
+
+    def _read_behind(self, tape: Tape) -> bool:
+        """Behind a call's object."""
+        tape.skip_space()
+        char = tape.next_char
+        if not char:
+            return False
+        if char == ",":
+            tape.take(1)
+            self._place = _Place.OPEN
+            return True
+        if char == "{":
+            self._place = _Place.OPEN
+            return True
+        if char == "]" and self._tools.is_list:
+            tape.take(1)
+        self._place = _Place.END
+        return True
+
+    def _read_end(self, tape: Tape) -> bool:
+        if not self._tools.end:
+            return self._finish()
+        tape.skip_space()
+        mark = tape.meets(self._end)
+        if mark is None:
+            return False
+        tape.take(len(mark))
+        return self._finish()
+
+    def _finish(self) -> bool:
         self.is_done = True
         return True
-
-    def _object_end(self) -> int | None:
-        """Passes over what follows the arguments in a call's object; None if it is not all there."""
-        at = _skip(self._text, 0)
-        while self._text[at : at + 1] == ",":
-            for _ in range(2):
-                part = _read_string(self._text, _skip(self._text, at + 1))
-                if part is None:
-                    return None
-                at = _skip(self._text, part[1])
-        if at >= len(self._text):
-            return None
-        return at + (self._text[at] == "}")
-
-    def _give_up(self) -> bool:
-        """What follows is no call: it is left to be content."""
-        self.rest, self.is_done = self._text, True
-        return True
-
-
-class JsonEnd:
-    """Finds the end of a JSON object or list that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-
-    def find(self, text: str) -> int | None:
-        """Returns how much of a piece belongs to the value; None if all of it does so far."""
-        for at, char in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped = char == "\\"
-                self._in_string = char != '"'
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return at + (self._depth == 0)
-        return None
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    return at
-
-
-def _read_string(text: str, at: int) -> tuple[str, int] | None:
-    """Reads a JSON string, or a bare word; None if it is not complete."""
-    if text[at : at + 1] != '"':
-        end = at
-        while end < len(text) and text[end] not in ",}:" + _SPACE:
-            end += 1
-        return (text[at:end], end) if at < end < len(text) else None
-    end = at + 1
-    while end < len(text) and text[end] != '"':
-        end += 2 if text[end] == "\\" else 1
-    if end >= len(text):
-        return None
-    try:
-        return json.loads(text[at : end + 1]), end + 1
-    except ValueError:
-        return text[at + 1 : end], end + 1

@@ -1,13 +1,11 @@
-"""How families of chat models write reasoning and tool calls: data, one row per family.
+"""How families of chat models write reasoning and tool calls: the shapes that a family is made of.
 
-A family is known by what its template must contain. Adding one is adding a row.
-
-Source: the templates in llama.cpp's `models/templates`.
+The families themselves are `engine.text.chat_families`: data, one row each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 
@@ -15,7 +13,9 @@ from enum import Enum, auto
 class ReasoningTags:
     """The texts around reasoning, and what else a template writes beside them.
 
-    `start_gap` follows `start`, `end_lead` is in front of `end` and `end_gap` behind it.
+    `start_gap` follows `start`, `end_lead` is in front of `end` and `end_gap` behind it. A `start` of
+    "" has no mark: reasoning goes on from the prompt. `end_leads`: an answer without reasoning may
+    begin with `end`.
     """
 
     start: str
@@ -23,6 +23,7 @@ class ReasoningTags:
     start_gap: str = ""
     end_lead: str = ""
     end_gap: str = ""
+    end_leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class ToolFormat:
 
     A call is a JSON object with the tool's name and its arguments under these keys, or, where
     `name_end` is given, the bare name, maybe `id_start` and an id, `name_end`, and the arguments.
-    From `note_start` on the name has a note that says nothing. `is_list`: one section holds a list of
-    calls. `lead` belongs to `start` where it is before it.
+    `name_is_key`: the object's one key is the name. From one of `note_starts` on the name has a note
+    that says nothing. `is_list`: one section holds a list of calls; `is_row`: one behind the other;
+    `is_single`: a message has one call. `is_open`: a prompt ends with `start`. `id_first`: an id comes before
+    the name. `lead` belongs to `start` where it is before it, `other_starts` open calls too.
     """
 
     start: str
@@ -40,31 +43,47 @@ class ToolFormat:
     name_key: str = "name"
     arguments_key: str = "arguments"
     id_key: str = ""
+    id_first: bool = False
+    name_is_key: bool = False
     name_end: str = ""
     id_start: str = ""
-    note_start: str = ""
+    note_starts: tuple[str, ...] = ()
     is_list: bool = False
+    is_row: bool = False
+    is_single: bool = False
+    is_open: bool = False
     lead: str = ""
+    other_starts: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that tell calls from content."""
         return (self.start, self.end)
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that open calls."""
+        return (self.start, *self.other_starts)
+
 
 @dataclass(frozen=True)
 class ParameterTags:
     """The texts around a parameter: `start`, its name, `name_end`, its value, `end`.
 
-    `value_start` comes before the value, with white space before it. Of `kind_marks` the first is
-    before texts and the second before JSON, if there are any.
+    `value_start` comes before the value, with white space before it, `gap` on either side of it. Up to
+    `head_end` what follows the name says nothing. Of
+    `kind_marks` the first is before texts and the second before JSON, if there are any. Between the
+    two of `verbatim` a value may hold `end`.
     """
 
     start: str
     name_end: str
     end: str
     value_start: str = ""
+    gap: str = ""
     kind_marks: tuple[str, str] | None = None
+    verbatim: tuple[str, str] = ("", "")
+    head_end: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,8 +91,11 @@ class TaggedFormat:
     """How calls are written between tags: `start`, calls, `end`.
 
     A call is `call_start`, the tool's name, `name_end`, its arguments, `call_end`. No `name_end`:
-    white space or a tag ends the name. `lead` belongs to `start` where it is before it. Without `parameter` the arguments are a JSON object. With
-    `id_start` a colon and the call's number follow the name, and all that together is its id.
+    white space or a tag ends the name. `lead` belongs to `start` where it is before it. Without
+    `parameter` the arguments are a JSON object. With `id_start` a colon and the call's number follow
+    the name, and all that together is its id. `opens_bare`: `start` may be missing. Before
+    `id_end` stands a call's id. Up to `head_end` what follows the name says nothing. From `recipient` to
+    `start` the name stands once more. `between` separates sections.
     """
 
     start: str
@@ -84,11 +106,89 @@ class TaggedFormat:
     parameter: ParameterTags | None = None
     id_start: str = ""
     lead: str = ""
+    opens_bare: bool = False
+    id_end: str = ""
+    head_end: str = ""
+    recipient: str = ""
+    between: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that tell calls from content, and their parts apart."""
         return (self.start, self.end, self.call_start, self.name_end, self.call_end)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that open calls."""
+        return (self.start, self.call_start) if self.opens_bare else (self.start,)
+
+
+@dataclass(frozen=True)
+class PythonFormat:
+    """Calls in the manner of Python: `start`, `[name(key=value, ...), ...]`, `end`."""
+
+    start: str
+    end: str
+    lead: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that tell calls from content."""
+        return (self.start, self.end)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that open calls."""
+        return (self.start,)
+
+
+@dataclass(frozen=True)
+class DictFormat:
+    """A call is `start`, the name, a dictionary with bare keys and strings between `quote`, `end`."""
+
+    start: str
+    end: str
+    quote: str
+    lead: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that tell calls from content, and their parts apart."""
+        return (self.start, self.end, self.quote)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that open calls."""
+        return (self.start,)
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """Calls whose arguments are elements, each tag behind `prefix`: `start`, calls, `end`.
+
+    A call is `call_start`, the tool's name, `name_end`, an element per argument, `call_end`.
+    """
+
+    start: str
+    end: str
+    call_start: str
+    name_end: str
+    call_end: str
+    prefix: str
+    lead: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that tell calls from content, and their parts apart."""
+        return (self.start, self.end, self.prefix)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that open calls."""
+        return (self.start,)
+
+
+CallFormat = ToolFormat | TaggedFormat | PythonFormat | DictFormat | ElementFormat
 
 
 class LeadingSpace(Enum):
@@ -100,20 +200,61 @@ class LeadingSpace(Enum):
     DROPPED = auto()
 
 
+class BlockKind(Enum):
+    """What a block of a message is."""
+
+    CONTENT = auto()
+    REASONING = auto()
+    # Said to nobody.
+    NOTHING = auto()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of a message from `start` to one of `ends`; to the message's end without any.
+
+    Up to `head_end` nothing is of the block yet. At one of `stops` it ends too, and they belong to
+    what follows. `is_mark`: a text that means nothing, and no block begins. `stays`: where reasoning is
+    not read it is content, and without its marks.
+    """
+
+    start: str
+    kind: BlockKind
+    ends: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    head_end: str = ""
+    is_mark: bool = False
+    stays: bool = False
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """A family. Its templates contain all of the texts `marks`, and none of `without`.
 
-    `content_start` opens content that no reasoning precedes.
+    A message either begins with reasoning, maybe, and goes on with content and calls, or reasoning is
+    one of its `blocks`. Reasoning also ends at one of `reasoning_stops`, which belong to what follows. What is
+    behind the last `turn_start` of a prompt is the beginning of the message. `header` begins each
+    block and call of the message. `content_start` opens content that no reasoning precedes. `stops`
+    end a generation.
     """
 
     name: str
     marks: tuple[str, ...] = ()
-    tools: ToolFormat | TaggedFormat | None = None
+    tools: CallFormat | None = None
     reasoning: ReasoningTags | None = None
     without: tuple[str, ...] = ()
     content_start: str = ""
     leading_space: LeadingSpace = LeadingSpace.TEMPLATE
+    blocks: tuple[Block, ...] = ()
+    reasoning_stops: tuple[str, ...] = ()
+    turn_start: str = ""
+    header: str = ""
+    stops: tuple[str, ...] = ()
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether what a message is made of are blocks, and nothing precedes them."""
+        return bool(self.header) or any(block.kind is BlockKind.REASONING for block in self.blocks)
 
     def fits(self, template: str) -> bool:
         """Says whether a template is one of the family's."""
@@ -121,237 +262,6 @@ class ChatFormat:
         return has_all and not any(mark in template for mark in self.without)
 
 
-# The bar of DeepSeek's tokens.
-_BAR = "\uff5c"
-_DSML = f"{_BAR}DSML{_BAR}"
 THINK = ReasoningTags("<think>", "</think>")
-
-
-def _dsml(section: str) -> TaggedFormat:
-    """DeepSeek's markup from V3.2 on: each parameter says whether it is a text."""
-    return TaggedFormat(
-        f"<{_DSML}{section}>",
-        f"</{_DSML}{section}>",
-        call_start=f'<{_DSML}invoke name="',
-        name_end='">',
-        call_end=f"</{_DSML}invoke>",
-        parameter=ParameterTags(
-            f'<{_DSML}parameter name="',
-            '" string="',
-            f"</{_DSML}parameter>",
-            kind_marks=('true">', 'false">'),
-        ),
-        lead="\n\n",
-    )
-
-
 # Nothing is told apart.
 PLAIN = ChatFormat("content")
-
-# The more particular come first.
-FAMILIES: tuple[ChatFormat, ...] = (
-    ChatFormat(
-        "kimi-k2",
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions."),
-        TaggedFormat(
-            "<|tool_calls_section_begin|>",
-            "<|tool_calls_section_end|>",
-            call_start="<|tool_call_begin|>functions.",
-            name_end="<|tool_call_argument_begin|>",
-            call_end="<|tool_call_end|>",
-            id_start="functions.",
-        ),
-        THINK,
-        leading_space=LeadingSpace.KEPT,
-    ),
-    ChatFormat(
-        "deepseek-r1",
-        (f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁sep{_BAR}>", "```json"),
-        TaggedFormat(
-            f"<{_BAR}tool▁calls▁begin{_BAR}>",
-            f"<{_BAR}tool▁calls▁end{_BAR}>",
-            call_start=f"<{_BAR}tool▁call▁begin{_BAR}>function<{_BAR}tool▁sep{_BAR}>",
-            name_end="\n```json\n",
-            call_end=f"```<{_BAR}tool▁call▁end{_BAR}>",
-        ),
-        THINK,
-    ),
-    ChatFormat(
-        "deepseek-v3.1",
-        (f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁sep{_BAR}>"),
-        TaggedFormat(
-            f"<{_BAR}tool▁calls▁begin{_BAR}>",
-            f"<{_BAR}tool▁calls▁end{_BAR}>",
-            call_start=f"<{_BAR}tool▁call▁begin{_BAR}>",
-            name_end=f"<{_BAR}tool▁sep{_BAR}>",
-            call_end=f"<{_BAR}tool▁call▁end{_BAR}>",
-        ),
-        THINK,
-    ),
-    ChatFormat("deepseek-v3.2", (_DSML, "function_calls>"), _dsml("function_calls"), THINK),
-    ChatFormat("deepseek-v4", (_DSML, "tool_calls>"), _dsml("tool_calls"), THINK),
-    ChatFormat(
-        "nemotron-v2",
-        ("<TOOLCALL>", "</TOOLCALL>"),
-        ToolFormat("<TOOLCALL>", "</TOOLCALL>", is_list=True),
-        THINK,
-    ),
-    ChatFormat(
-        "gigachat-3",
-        ("<|message_sep|>", "'role': 'function call'"),
-        ToolFormat("<|message_sep|>\n\nfunction call<|role_sep|>\n"),
-    ),
-    ChatFormat("gigachat-3.1", ("<|function_call|>",), ToolFormat("<|function_call|>")),
-    ChatFormat(
-        "minimax-m2",
-        ("<minimax:tool_call>", "<invoke name=", "<parameter name="),
-        TaggedFormat(
-            "<minimax:tool_call>",
-            "</minimax:tool_call>",
-            call_start='<invoke name="',
-            name_end='">',
-            call_end="</invoke>",
-            parameter=ParameterTags('<parameter name="', '">', "</parameter>"),
-        ),
-        THINK,
-    ),
-    ChatFormat(
-        "seed-oss",
-        ("<seed:tool_call>", "<function=", "<parameter="),
-        TaggedFormat(
-            "<seed:tool_call>",
-            "</seed:tool_call>",
-            call_start="<function=",
-            name_end=">",
-            call_end="</function>",
-            parameter=ParameterTags("<parameter=", ">", "</parameter>"),
-        ),
-        ReasoningTags("<seed:think>", "</seed:think>"),
-    ),
-    ChatFormat(
-        "qwen3-coder",
-        ("<tool_call>", "<function=", "<parameter="),
-        TaggedFormat(
-            "<tool_call>",
-            "</tool_call>",
-            call_start="<function=",
-            name_end=">",
-            call_end="</function>",
-            parameter=ParameterTags("<parameter=", ">", "</parameter>"),
-        ),
-        leading_space=LeadingSpace.DROPPED,
-    ),
-    ChatFormat(
-        "glm-4",
-        ("<tool_call>", "<arg_key>", "<arg_value>"),
-        TaggedFormat(
-            "<tool_call>",
-            "</tool_call>",
-            parameter=ParameterTags("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>"),
-        ),
-        THINK,
-        without=("<role>ASSISTANT</role>",),
-    ),
-    ChatFormat(
-        "gpt-oss",
-        ("<|channel|>", "<|message|>"),
-        ToolFormat(
-            "<|channel|>commentary to=functions.",
-            name_end="<|message|>",
-            note_start="<|constrain|>",
-            lead="<|start|>assistant",
-        ),
-        reasoning=ReasoningTags(
-            "<|channel|>analysis<|message|>",
-            "<|end|>",
-            end_gap="<|start|>assistant<|channel|>final<|message|>",
-        ),
-        content_start="<|channel|>final<|message|>",
-    ),
-    ChatFormat(
-        "ministral-3",
-        ("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]"),
-        ToolFormat("[TOOL_CALLS]", name_end="[ARGS]"),
-        ReasoningTags("[THINK]", "[/THINK]"),
-        without=("[CALL_ID]",),
-    ),
-    ChatFormat(
-        "command-r7b",
-        ("<|START_ACTION|>", "<|END_ACTION|>", "tool_name"),
-        ToolFormat(
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            name_key="tool_name",
-            arguments_key="parameters",
-            id_key="tool_call_id",
-            is_list=True,
-        ),
-        ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
-    ),
-    ChatFormat(
-        "mistral-small-3.2",
-        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        ToolFormat("[TOOL_CALLS]", name_end="[ARGS]", id_start="[CALL_ID]"),
-    ),
-    ChatFormat(
-        "mistral-nemo",
-        ("[TOOL_CALLS][", '"id": "'),
-        ToolFormat("[TOOL_CALLS]", id_key="id", is_list=True),
-    ),
-    ChatFormat(
-        "command-r-plus",
-        ("Action:\\n```json", "tool_name", "<|CHATBOT_TOKEN|>"),
-        ToolFormat(
-            "Action:\n```json\n",
-            "```",
-            name_key="tool_name",
-            arguments_key="parameters",
-            is_list=True,
-        ),
-    ),
-    ChatFormat(
-        "mistral",
-        ("[TOOL_CALLS]", '"name"', '"arguments"'),
-        ToolFormat("[TOOL_CALLS]", id_key="id", is_list=True),
-    ),
-    ChatFormat(
-        "functionary-3.1",
-        ("<function=", "</function>", "python_tag"),
-        ToolFormat("<function=", "</function>", name_end=">"),
-    ),
-    ChatFormat("firefunction", (" functools[",), ToolFormat(" functools", is_list=True)),
-    ChatFormat(
-        "granite",
-        ("<|tool_call|>", "granite"),
-        ToolFormat("<|tool_call|>", is_list=True),
-        THINK,
-    ),
-    ChatFormat(
-        "phi", ("<|tool_call|>", "<|/tool_call|>"), ToolFormat("<|tool_call|>", "<|/tool_call|>")
-    ),
-    ChatFormat(
-        "hermes",
-        ("<tool_call>", "</tool_call>", '"name"', '"arguments"'),
-        ToolFormat("<tool_call>", "</tool_call>"),
-    ),
-    ChatFormat(
-        "llama-3",
-        ('"parameters"', "<|start_header_id|>", '{"name"'),
-        ToolFormat("", arguments_key="parameters"),
-    ),
-)
-
-
-def find_format(template: str) -> ChatFormat:
-    """Returns the family of a template; one without calls where none is known.
-
-    Args:
-        template: The template's source.
-    """
-    found = next(
-        (family for family in FAMILIES if family.fits(template)),
-        PLAIN,
-    )
-    if found.reasoning is None and THINK.end in template:
-        return replace(found, reasoning=THINK)
-    return found

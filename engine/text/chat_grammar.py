@@ -10,41 +10,78 @@ from typing import Any
 
 from engine.errors import BadSchema
 from engine.text.answer_reader import FENCE, FENCE_END
-from engine.text.chat_format import ReasoningTags, TaggedFormat, ToolFormat
+from engine.text.chat_format import (
+    CallFormat,
+    DictFormat,
+    ElementFormat,
+    PythonFormat,
+    ReasoningTags,
+    TaggedFormat,
+    ToolFormat,
+)
+from engine.text.element_grammar import element_grammar
 from engine.text.grammar.schema_gbnf import SchemaWriter
 from engine.text.grammar.schema_reader import read_schema
 from engine.text.grammar.schema_rules import Rules, constant, literal
 from engine.text.grammar.until import until
 from engine.text.tagged_grammar import CallableTool, tagged_grammar
+from engine.text.value_grammar import dict_grammar, python_grammar
 
 _ID = "[a-zA-Z0-9]{9}"
 
 
 def call_grammar(
-    tools: ToolFormat | TaggedFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
+    tools: CallFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
 ) -> str:
     """Returns GBNF that begins with the opening mark; `parallel` allows several calls.
 
     Raises:
         BadSchema: A tool's parameters cannot be read.
     """
-    if isinstance(tools, TaggedFormat):
-        return tagged_grammar(tools, callable_tools, parallel=parallel)
+    match tools:
+        case TaggedFormat():
+            return tagged_grammar(tools, callable_tools, parallel=parallel)
+        case PythonFormat():
+            return python_grammar(tools, callable_tools, parallel=parallel)
+        case DictFormat():
+            return dict_grammar(tools, callable_tools, parallel=parallel)
+        case ElementFormat():
+            return element_grammar(tools, callable_tools, parallel=parallel)
+        case ToolFormat():
+            return _json_grammar(tools, callable_tools, parallel=parallel)
+
+
+def _json_grammar(
+    tools: ToolFormat, callable_tools: Sequence[CallableTool], *, parallel: bool
+) -> str:
     rules = Rules()
     calls = [_call(tools, tool, rules, f"tool-{i}") for i, tool in enumerate(callable_tools)]
     call = rules.add("tool-call", " | ".join(calls))
-    start, end = _mark(tools.start), _mark(tools.end)
+    parallel = parallel and not tools.is_single
+    start, end = _starts(tools), _mark(tools.end)
     if tools.is_list:
         more = f' (space "," space {call})*' if parallel else ""
         rules.add("root", f'{start}space "[" space {call}{more} space "]" space {end}')
         return rules.write()
-    section = rules.add("tool-section", f"{start}{_gap(tools)}{call} space {end}")
-    rules.add("root", f"{section} (space {section})*" if parallel else section)
+    if tools.is_row:
+        more = f" (space {call})*" if parallel else ""
+        rules.add("root", f"{start}space {call}{more} space {end}")
+        return rules.write()
+    inner = f"{_gap(tools)}{call} space {end}"
+    section = rules.add("tool-section", f"{start}{inner}")
+    first = inner if tools.is_open else section
+    rules.add("root", f"{first} (space {section})*" if parallel else first)
     return rules.write()
 
 
 def _gap(tools: ToolFormat) -> str:
     return "" if tools.name_end else "space "
+
+
+def _starts(tools: ToolFormat) -> str:
+    if not tools.other_starts:
+        return _mark(tools.start)
+    return f"({' | '.join(map(literal, tools.starts))}) "
 
 
 def _mark(text: str) -> str:
@@ -58,17 +95,32 @@ def _call(tools: ToolFormat, tool: CallableTool, rules: Rules, name: str) -> str
         head = literal(tool.name)
         if tools.id_start:
             head += f" {literal(tools.id_start)} {_ID}"
-        if tools.note_start:
-            head += f' (" "? {literal(tools.note_start)} "json")?'
+        head += _notes(tools)
         return rules.add(name, f"{head} {literal(tools.name_end)} space {arguments}")
+    if tools.name_is_key:
+        key = constant(tool.name)
+        return rules.add(name, f'"{{" space {key} space ":" space {arguments} space "}}"')
     # An id of nine letters and digits, as the one family wants that checks it.
-    call_id = ""
-    if tools.id_key:
+    first_id = last_id = ""
+    if tools.id_key and tools.id_first:
+        first_id = (
+            f'({constant(tools.id_key)} space ":" space "\\"" [0-9]{{1,3}} "\\"" space "," space)? '
+        )
+    elif tools.id_key:
         key = constant(tools.id_key)
-        call_id = f' ("," space {key} space ":" space "\\"" {_ID} "\\"" space)?'
-    head = f'{constant(tools.name_key)} space ":" space {constant(tool.name)} space'
+        last_id = f' ("," space {key} space ":" space "\\"" {_ID} "\\"" space)?'
+    head = f'{first_id}{constant(tools.name_key)} space ":" space {constant(tool.name)} space'
     tail = f'{constant(tools.arguments_key)} space ":" space {arguments}'
-    return rules.add(name, f'"{{" space {head} "," space {tail} space{call_id} "}}"')
+    return rules.add(name, f'"{{" space {head} "," space {tail} space{last_id} "}}"')
+
+
+def _notes(tools: ToolFormat) -> str:
+    """A channel behind the name where it opened the call, and the kind of what follows."""
+    if not tools.note_starts:
+        return ""
+    constrain, channel, _ = tools.note_starts
+    channels = f'({literal(channel)} ("commentary" | "analysis"))?'
+    return f' {channels} (" "? {literal(constrain)}? "json")?'
 
 
 def answer_grammar(

@@ -11,14 +11,30 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from engine.text.answer_reader import AnswerReader
-from engine.text.call_reader import CallPiece, CallReader
-from engine.text.chat_format import ChatFormat, LeadingSpace, TaggedFormat, ToolFormat
+from engine.text.call_piece import CallPiece, SectionReader
+from engine.text.call_reader import CallReader
+from engine.text.chat_format import (
+    Block,
+    BlockKind,
+    CallFormat,
+    ChatFormat,
+    DictFormat,
+    ElementFormat,
+    LeadingSpace,
+    PythonFormat,
+    TaggedFormat,
+    ToolFormat,
+)
+from engine.text.dict_reader import DictReader
+from engine.text.element_reader import ElementReader
 from engine.text.parameter_kinds import ParameterKinds
+from engine.text.python_reader import PythonReader
 from engine.text.tagged_reader import TaggedReader
+from engine.text.tape import Marks, Tape
 
 _NO_KINDS = ParameterKinds()
 
@@ -42,8 +58,10 @@ Delta = Content | Reasoning | CallPiece
 
 class _Place(Enum):
     START = auto()
-    REASONING = auto()
-    CONTENT = auto()
+    HEAD = auto()
+    GAP = auto()
+    BLOCK = auto()
+    BETWEEN = auto()
     CALLS = auto()
 
 
@@ -56,8 +74,6 @@ class MessageParser:
         *,
         parses_tools: bool,
         reads_reasoning: bool,
-        begins_in_reasoning: bool = False,
-        gap_is_open: bool = False,
         is_shaped: bool = False,
         kinds: ParameterKinds = _NO_KINDS,
     ) -> None:
@@ -67,198 +83,340 @@ class MessageParser:
             chat_format: The model's family.
             parses_tools: Looks for tool calls.
             reads_reasoning: Tells reasoning from content.
-            begins_in_reasoning: The prompt has opened the reasoning.
-            gap_is_open: It has not written the space behind the opening tag.
             is_shaped: A schema shapes the answer, which may stand in a fence; there are no calls.
             kinds: How the parameters of the tools are written.
         """
-        self._tools = chat_format.tools if parses_tools else None
-        self._reasoning = chat_format.reasoning if reads_reasoning else None
+        self._format = chat_format
+        self._kinds = kinds
+        self._tools = chat_format.tools if parses_tools and not is_shaped else None
+        self._thought = _thought(chat_format) if reads_reasoning else None
+        self._blocks = _blocks_by_mark(chat_format, reads_reasoning=reads_reasoning)
+        self._call_marks = _call_marks(chat_format, self._tools)
+        self._between = Marks([*self._blocks, *self._call_marks])
+        self._start = Marks(self._start_marks())
+        self._tape = Tape()
         # Space before the first word is the template's where there may be reasoning.
-        begins_outside = chat_format.reasoning and not begins_in_reasoning
-        self._place = _Place.START if begins_outside else _Place.CONTENT
+        has_no_start = chat_format.reasoning is None and (
+            chat_format.leading_space is not LeadingSpace.DROPPED
+        )
+        begins_between = chat_format.is_framed or has_no_start
+        self._place = _Place.BETWEEN if begins_between else _Place.START
+        self._block: Block | None = None
+        # Reasoning that is not told apart is shown as it stands.
+        self._is_raw = not reads_reasoning
+        self._block_marks = self._head_end = self._between
         self._gap = ""
-        self._is_gap = True
-        self._head = chat_format.content_start
-        self._leading_space = chat_format.leading_space
-        if self._reasoning and begins_in_reasoning:
-            self._place = _Place.REASONING
-            self._gap = self._reasoning.start_gap if gap_is_open else ""
-        self._held: str = ""
+        # White space that reasoning began with, until it holds more.
+        self._blank: str | None = None
         self._is_trimming = False
-        self._calls: CallReader | TaggedReader | None = _reader(self._tools, kinds)
-        self._num_call_chars = 0
+        self._section: SectionReader | None = None
+        self._section_mark = ""
+        self._has_called = False
+        self._num_calls = 0
         self._answer = AnswerReader() if is_shaped else None
+        # Of what is held back, how much the client has already.
+        self._num_known = 0
+
+    def resume(self, opening: str) -> None:
+        """Takes the beginning of a message that the client has already; first, if at all."""
+        answer, self._answer = self._answer, None
+        self.push(opening)
+        self._answer = answer
+        self._num_known = self._tape.num_left
 
     def push(self, text: str) -> list[Delta]:
         """Takes text and returns what it added."""
-        self._held += text
+        self._tape.push(text)
         deltas: list[Delta] = []
-        while self._advance(deltas, is_last=False):
+        while self._advance(deltas):
             pass
         return _joined(deltas)
 
     def finish(self) -> list[Delta]:
         """Returns what was held back: no more text will come."""
-        deltas: list[Delta] = []
-        while self._advance(deltas, is_last=True):
-            pass
+        self._tape.is_last = True
+        deltas = self.push("")
+        if self._place is _Place.CALLS and not self._has_called:
+            self._tell(self._section_mark + self._tape.give_back(), deltas)
+        if self._answer is not None and (rest := self._answer.finish()):
+            deltas.append(Content(rest))
         return _joined(deltas)
 
-    def _advance(self, deltas: list[Delta], *, is_last: bool) -> bool:
+    @property
+    def num_held(self) -> int:
+        """How many characters wait for more to tell what they are."""
+        return self._tape.num_left
+
+    def _start_marks(self) -> list[str]:
+        start = self._format.content_start
+        marks = [] if start in self._blocks else [start]
+        if self._thought is not None and self._format.reasoning is not None:
+            marks.append(self._thought.start)
+            marks += self._thought.ends if self._format.reasoning.end_leads else ()
+        return marks
+
+    def _advance(self, deltas: list[Delta]) -> bool:
         """Moves on by one place; True if there may be more to do."""
         match self._place:
             case _Place.START:
-                return self._start(is_last=is_last)
-            case _Place.REASONING:
-                return self._reason(deltas, is_last=is_last)
-            case _Place.CONTENT:
-                return self._content(deltas, is_last=is_last)
+                return self._read_start()
+            case _Place.HEAD:
+                return self._read_head()
+            case _Place.GAP:
+                return self._pass_gap()
+            case _Place.BLOCK:
+                return self._read_block(deltas)
+            case _Place.BETWEEN:
+                return self._read_between(deltas)
             case _Place.CALLS:
-                return self._call(deltas, is_last=is_last)
+                return self._read_calls(deltas)
 
-    def _start(self, *, is_last: bool) -> bool:
+    def _read_start(self) -> bool:
         """Before the first word: reasoning, or not."""
-        keeps_space = self._leading_space is LeadingSpace.KEPT
-        text = self._held if keeps_space else self._held.lstrip()
-        tag = self._reasoning.start if self._reasoning else ""
-        if self._reasoning and text.startswith(tag):
-            self._held, self._gap = text[len(tag) :], self._reasoning.start_gap
-            self._place = _Place.REASONING
+        if self._thought is not None and not self._thought.start and not self._tape.is_empty:
+            self._enter(self._thought)
             return True
-        if not is_last and any(mark.startswith(text) for mark in (tag, self._head)):
+        if self._format.leading_space is not LeadingSpace.KEPT:
+            self._tape.skip_space()
+        mark = self._tape.meets(self._start)
+        if mark is None and not self._tape.is_last:
             return False
-        self._held, self._place = text.removeprefix(self._head), _Place.CONTENT
-        return True
-
-    def _reason(self, deltas: list[Delta], *, is_last: bool) -> bool:
-        assert self._reasoning is not None
-        if not self._pass_gap(is_last=is_last):
-            return False
-        found = self._take_until(self._reasoning.end, is_last=is_last)
-        if found.text:
-            deltas.append(Reasoning(found.text))
-        if found.is_complete:
-            self._place, self._gap, self._is_gap = _Place.CONTENT, self._reasoning.end_gap, True
-        return found.is_complete
-
-    def _pass_gap(self, *, is_last: bool) -> bool:
-        """Passes over the space that a template writes here; False if it is not all there."""
-        if self._leading_space is LeadingSpace.KEPT:
-            return True
-        if self._leading_space is LeadingSpace.DROPPED:
-            self._held = self._held.lstrip() if self._is_gap else self._held
-            self._is_gap = self._is_gap and not self._held
-            return not self._is_gap or is_last
-        if not is_last and self._gap.startswith(self._held) and self._held != self._gap:
-            return False
-        self._held, self._gap = self._held.removeprefix(self._gap), ""
-        return True
-
-    def _content(self, deltas: list[Delta], *, is_last: bool) -> bool:
-        if not self._pass_gap(is_last=is_last):
-            return False
-        if self._is_trimming:
-            self._held = self._held.lstrip()
-            self._is_trimming = not self._held
-        if self._answer is not None:
-            text, self._held = self._answer.push(self._held), ""
-            found = _Found(text + self._answer.finish() if is_last else text, is_complete=False)
-        elif self._tools is None:
-            found = _Found(self._held, is_complete=False)
-            self._held = ""
-        elif self._tools.start:
-            tools = self._tools
-            found = self._take_until(tools.start, is_last=is_last, lead=tools.lead)
+        mark = mark or ""
+        self._tape.take(len(mark))
+        if mark and self._thought is not None and mark == self._thought.start:
+            self._enter(self._thought)
+        elif mark and self._thought is not None and mark in self._thought.ends:
+            self._leave()
         else:
-            found = self._take_bare(is_last=is_last)
-        if found.text:
-            deltas.append(Content(found.text))
-        if found.is_complete:
-            self._place = _Place.CALLS
-        return found.is_complete
+            self._place = _Place.BETWEEN
+        return True
 
-    def _take_bare(self, *, is_last: bool) -> _Found:
-        """A call without a mark is the whole message: it begins with a brace."""
-        text = self._held.lstrip()
-        if text.startswith("{"):
-            self._held = text
-            return _Found("", is_complete=True)
-        if text or is_last:
-            found = _Found(self._held, is_complete=False)
-            self._held, self._tools = "", None
-            return found
-        return _Found("", is_complete=False)
+    def _enter(self, block: Block) -> None:
+        self._block = block
+        stops = [
+            mark
+            for mark in self._between.texts
+            if any(mark.startswith(stop) for stop in block.stops)
+        ]
+        self._block_marks = Marks([*block.ends, *block.stops, *stops])
+        self._head_end = Marks([block.head_end])
+        self._blank = "" if block.kind is BlockKind.REASONING else None
+        is_thought = block.kind is BlockKind.REASONING and not self._is_raw
+        reasoning = self._format.reasoning
+        self._gap = reasoning.start_gap if is_thought and reasoning else ""
+        self._place = _Place.HEAD if block.head_end else _Place.GAP
+        if not is_thought and not block.head_end:
+            self._place = _Place.BLOCK
 
-    def _call(self, deltas: list[Delta], *, is_last: bool) -> bool:
-        assert self._calls is not None
-        deltas += self._calls.push(self._held)
-        self._num_call_chars += len(self._held)
-        self._held = ""
-        if not self._calls.is_done:
+    def _read_head(self) -> bool:
+        found = self._tape.take_until(self._head_end)
+        if found.mark:
+            self._place = _Place.BLOCK
+        return bool(found.mark)
+
+    def _pass_gap(self) -> bool:
+        """Passes over the space that a template writes beside a tag; False if it is not all there."""
+        match self._format.leading_space:
+            case LeadingSpace.KEPT:
+                pass
+            case LeadingSpace.DROPPED:
+                self._tape.skip_space()
+                if self._tape.is_empty:
+                    return False
+            case LeadingSpace.TEMPLATE:
+                while self._gap and not self._tape.is_empty:
+                    if self._tape.next_char == self._gap[0]:
+                        self._tape.take(1)
+                    self._gap = self._gap[1:]
+                if self._gap:
+                    return False
+        self._place = _Place.BETWEEN if self._block is None else _Place.BLOCK
+        return True
+
+    def _leave(self) -> None:
+        """The block has ended."""
+        self._num_known = 0
+        block, self._block, self._blank = self._block, None, None
+        self._place = _Place.BETWEEN
+        reasoning = self._format.reasoning
+        was_thought = block is None or block.kind is BlockKind.REASONING
+        if reasoning is not None and was_thought and not self._is_raw:
+            self._gap = "" if self._format.is_framed else reasoning.end_gap
+            self._gap = self._gap if self._gap.isspace() else ""
+            self._place = _Place.GAP
+
+    def _read_block(self, deltas: list[Delta]) -> bool:
+        assert self._block is not None
+        block = self._block
+        found = self._tape.take_until(self._block_marks)
+        is_raw = self._is_raw and block.kind is BlockKind.REASONING
+        match block.kind:
+            case BlockKind.REASONING if is_raw:
+                self._tell(found.text + (found.mark if found.mark in block.ends else ""), deltas)
+            case BlockKind.CONTENT:
+                self._tell(found.text, deltas)
+            case BlockKind.REASONING:
+                self._think(found.text, deltas)
+            case BlockKind.NOTHING:
+                pass
+        if not found.mark:
             return False
-        rest = self._calls.rest
-        if self._tools is not None and not self._tools.start and len(rest) == self._num_call_chars:
+        self._leave()
+        if found.mark not in block.ends:
+            self._place = _Place.BETWEEN
+            self._begin(found.mark, deltas)
+        return True
+
+    def _think(self, text: str, deltas: list[Delta]) -> None:
+        """Tells reasoning that does not consist of white space."""
+        if self._blank is not None:
+            self._blank += text
+            if not self._blank.strip():
+                return
+            text, self._blank = self._blank, None
+        text = self._unknown(text)
+        if text:
+            deltas.append(Reasoning(text))
+
+    def _unknown(self, text: str) -> str:
+        """Returns what the client does not have of a text."""
+        known, self._num_known = self._num_known, max(0, self._num_known - len(text))
+        return text[known:]
+
+    def _tell(self, text: str, deltas: list[Delta]) -> None:
+        """Tells content."""
+        text = self._unknown(text)
+        if self._answer is not None:
+            text = self._answer.push(text)
+        if text:
+            deltas.append(Content(text))
+
+    def _read_between(self, deltas: list[Delta]) -> bool:
+        if self._is_trimming:
+            self._tape.skip_space()
+            self._is_trimming = self._tape.is_empty
+        if self._tools is not None and not self._tools.start:
+            return self._read_bare(deltas)
+        found = self._tape.take_until(self._between)
+        self._tell(found.text, deltas)
+        if found.mark:
+            self._begin(found.mark, deltas)
+        return bool(found.mark)
+
+    def _begin(self, mark: str, deltas: list[Delta]) -> None:
+        """Begins what a mark opens; one that opens nothing here is content."""
+        self._num_known = 0
+        block = self._blocks.get(mark)
+        if mark in self._call_marks:
+            self._begin_calls(mark)
+        elif block is None:
+            self._tell(mark, deltas)
+        elif not block.is_mark:
+            if self._is_raw and block.kind is BlockKind.REASONING:
+                self._tell(block.start, deltas)
+            self._enter(block)
+
+    def _read_bare(self, deltas: list[Delta]) -> bool:
+        """A call without a mark is the whole message: it begins with a brace."""
+        if not self._has_called:
+            self._tape.record()
+        self._tape.skip_space()
+        if self._tape.next_char == "{":
+            self._section_mark = self._tape.give_back()
+            self._begin_calls("")
+            return True
+        blank = self._tape.give_back()
+        if self._tape.is_empty and not self._tape.is_last:
+            self._tape.push(blank)
+            return False
+        self._tools = None
+        self._tell(blank, deltas)
+        return True
+
+    def _begin_calls(self, mark: str) -> None:
+        assert self._tools is not None
+        opened = self._call_marks.get(mark, mark)
+        self._section = _reader(self._tools, self._kinds, opened, self._num_calls)
+        self._section_mark = mark or self._section_mark
+        self._place, self._has_called = _Place.CALLS, False
+        self._tape.record()
+
+    def _read_calls(self, deltas: list[Delta]) -> bool:
+        assert self._section is not None
+        pieces = self._section.read(self._tape)
+        if pieces:
+            self._has_called = True
+            self._tape.keep()
+        deltas += pieces
+        if not self._section.is_done:
+            return False
+        if not self._has_called:
             # Nothing of it was a call. Without a mark it would begin to be one again, for ever.
-            self._tools = None
-        self._held, self._calls = rest, self._calls.next()
-        self._num_call_chars = 0
-        self._place, self._is_trimming = _Place.CONTENT, True
-        return bool(self._held) or is_last
-
-    def _take_until(self, mark: str, *, is_last: bool, lead: str = "") -> _Found:
-        """Takes what comes before a mark, and the mark; what may begin one is left.
-
-        A `lead` right before the mark is part of it.
-        """
-        at = self._held.find(mark)
-        if at >= 0:
-            text, self._held = self._held[:at], self._held[at + len(mark) :]
-            return _Found(text.removesuffix(lead), is_complete=True)
-        num_kept = 0
-        if not is_last:
-            num_kept = max(_overlap(self._held, mark), _overlap(self._held, lead + mark))
-        text = self._held[: len(self._held) - num_kept]
-        self._held = self._held[len(text) :]
-        return _Found(text, is_complete=False)
+            self._tools = self._tools if self._call_marks else None
+            self._tell(self._section_mark + self._tape.give_back(), deltas)
+        self._num_calls = self._section.num_calls
+        self._section, self._section_mark = None, ""
+        self._place, self._is_trimming = _Place.BETWEEN, self._has_called
+        self._has_called = False
+        return True
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What was taken, and whether a mark came behind it."""
+def _thought(chat_format: ChatFormat) -> Block | None:
+    """The reasoning that a family's message may begin with."""
+    tags = chat_format.reasoning
+    if tags is None or chat_format.is_framed:
+        return None
+    return Block(tags.start, BlockKind.REASONING, (tags.end,), chat_format.reasoning_stops)
 
-    text: str
-    is_complete: bool
+
+def _blocks_by_mark(chat_format: ChatFormat, *, reads_reasoning: bool) -> dict[str, Block]:
+    header = chat_format.header
+    blocks: dict[str, Block] = {}
+    for block in chat_format.blocks:
+        stays = block.stays and not reads_reasoning
+        shown = replace(block, kind=BlockKind.CONTENT) if stays else block
+        blocks[header + block.start] = shown
+    if header:
+        blocks[header] = Block("", BlockKind.NOTHING, is_mark=True)
+    return blocks
 
 
-def _reader(
-    tools: ToolFormat | TaggedFormat | None, kinds: ParameterKinds
-) -> CallReader | TaggedReader | None:
+def _call_marks(chat_format: ChatFormat, tools: CallFormat | None) -> dict[str, str]:
+    """The texts that open calls, each with the one that its format knows it by."""
+    if tools is None or not tools.start:
+        return {}
+    leads = {"", tools.lead}
+    has_own_head = isinstance(tools, TaggedFormat) and tools.recipient
+    header = "" if has_own_head else chat_format.header
+    return {f"{lead}{header}{start}": start for start in tools.starts for lead in leads}
+
+
+def _reader(tools: CallFormat, kinds: ParameterKinds, mark: str, num_calls: int) -> SectionReader:
     match tools:
-        case None:
-            return None
         case ToolFormat():
-            return CallReader(tools)
+            return CallReader(tools, num_calls)
         case TaggedFormat():
-            return TaggedReader(tools, kinds)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
-    return next(
-        (n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0
-    )
+            return TaggedReader(tools, kinds, mark, num_calls)
+        case PythonFormat():
+            return PythonReader(tools, num_calls)
+        case DictFormat():
+            return DictReader(tools, num_calls)
+        case ElementFormat():
+            return ElementReader(tools, kinds, num_calls)
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:
     """Joins neighbours of one kind."""
     result: list[Delta] = []
-    for delta in deltas:
+    texts: list[str] = []
+    for delta in [*deltas, None]:
         last = result[-1] if result else None
-        if isinstance(delta, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + delta.text)
-        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + delta.text)
-        else:
+        if isinstance(delta, Content | Reasoning) and type(delta) is type(last):
+            texts.append(delta.text)
+            continue
+        if texts and isinstance(last, Content | Reasoning):
+            result[-1] = type(last)("".join([last.text, *texts]))
+            texts.clear()
+        if delta is not None:
             result.append(delta)
     return result

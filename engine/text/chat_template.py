@@ -88,7 +88,8 @@ class ChatTemplate:
             variables["add_generation_prompt"] = True
         budget = Budget(variables.values())
         # Templates may append to lists, which must not be the caller's.
-        return self._trim(self._sandbox.run(self._template, deepcopy(variables), budget))
+        text = self._trim(self._sandbox.run(self._template, deepcopy(variables), budget))
+        return _opened(text, self.source) if add_generation_prompt else text
 
     def _trim(self, text: str) -> str:
         if self._adds_bos and self._bos_text:
@@ -96,6 +97,17 @@ class ChatTemplate:
         if self._adds_eos and self._eos_text:
             text = text.removesuffix(self._eos_text)
         return text
+
+
+# A family whose template does not open a turn behind one with calls: its mark, the end, the opening.
+_UNOPENED = (("'<|tool_call>call:'", "<turn|>\n", "<|turn>model\n"),)
+
+
+def _opened(text: str, source: str) -> str:
+    for mark, end, opening in _UNOPENED:
+        if mark in source and text.endswith(end):
+            return text + opening
+    return text
 
 
 def _aliases(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from engine.errors import InvalidField
+from engine.text.message_quirks import apply_quirks
 
 Message = Mapping[str, Any]
 
@@ -61,7 +62,7 @@ def shape_messages(
         for position, message in enumerate(shaped):
             for call in message.get("tool_calls", ()):
                 _parse_arguments(call["function"], f"messages[{position}].tool_calls")
-    return shaped
+    return apply_quirks(shaped, source)
 
 
 def join_parts(parts: Iterable[Mapping[str, str]], delimiter: str) -> str:

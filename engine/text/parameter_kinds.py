@@ -21,6 +21,8 @@ class ParameterKinds:
 
     def __init__(self, tools: Iterable[tuple[str, Any]] = ()) -> None:
         """Reads the schemas of tools, given as (name, schema of the arguments)."""
+        tools = tuple(tools)
+        self._schemas = dict(tools)
         self._kinds = {
             (tool, name): kind_of(schema)
             for tool, parameters in tools
@@ -30,6 +32,17 @@ class ParameterKinds:
     def kind(self, tool: str, parameter: str) -> Kind:
         """Returns a parameter's kind; one that no schema names may be either."""
         return self._kinds.get((tool, parameter), Kind.EITHER)
+
+    def schema(self, tool: str) -> Any:
+        """Returns the schema of a tool's arguments; None for a tool that is not offered."""
+        return self._schemas.get(tool)
+
+
+def part_of(schema: Any, name: str) -> Any:
+    """Returns the schema of a property, or with "" that of a list's items; None where none says."""
+    if name:
+        return properties_of(schema).get(name)
+    return cast("Mapping[str, Any]", schema).get("items") if isinstance(schema, Mapping) else None
 
 
 def properties_of(parameters: Any) -> dict[str, Any]:
@@ -56,6 +69,16 @@ def kind_of(schema: Any) -> Kind:
         has_shape = "properties" in members or "items" in members
         return Kind.JSON if has_shape else Kind.EITHER
     return _kind("string" in types, types == ["string"])
+
+
+def may_be_text(schema: Any) -> bool:
+    """Says whether a value of a schema may be a text, one of its alternatives being one."""
+    if isinstance(schema, Mapping):
+        members = cast("Mapping[str, Any]", schema)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(members.get(key), list):
+                return any(may_be_text(one) for one in cast("list[Any]", members[key]))
+    return kind_of(schema) is not Kind.JSON
 
 
 def _kind(may_be_text: bool, is_text: bool) -> Kind:

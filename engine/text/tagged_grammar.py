@@ -42,15 +42,26 @@ def tagged_grammar(
     call = rules.add("tool-call", " | ".join(calls))
     # Where a call has no tags of its own, a section holds one.
     inner = f"{call} (gap {call})*" if parallel and tools.call_start else call
-    section = rules.add("section", f"{literal(tools.start)} gap {inner} gap {literal(tools.end)}")
-    rules.add("root", f"{section} (gap {section})*" if parallel else section)
+    start = f"{literal(tools.start)} gap"
+    end = f" gap {literal(tools.end)}"
+    section = rules.add("section", f"{start} {inner}{end}")
+    first = section
+    if tools.opens_bare:
+        first = rules.add("first-section", f"({start})? {inner} (gap {literal(tools.end)})?")
+    between = "gap"
+    if tools.between:
+        between = f"{literal(tools.between + tools.recipient)} [^<>]{{1,64}}"
+    rules.add("root", f"{first} ({between} {section})*" if parallel else first)
     return rules.write()
 
 
 def _call(tools: TaggedFormat, tool: CallableTool, rules: Rules, name: str) -> str:
     number = '":" [0-9]{1,9} ' if tools.id_start else ""
-    head = f"{literal(tools.call_start + tool.name)} {number}"
+    call_id = f"[a-zA-Z0-9_-]{{1,64}} {literal(tools.id_end)} " if tools.id_end else ""
+    head = f"{literal(tools.call_start)} " if tools.call_start else ""
+    head += f"{call_id}{literal(tool.name)} {number}"
     head += f"{literal(tools.name_end)} " if tools.name_end else ""
+    head += f"{_attributes(tools.head_end)} " if tools.head_end else ""
     tail = f" gap {literal(tools.call_end)}" if tools.call_end else ""
     if tools.parameter is None:
         writer = SchemaWriter(read_schema(tool.parameters), rules, prefix=f"{name}-")
@@ -60,10 +71,15 @@ def _call(tools: TaggedFormat, tool: CallableTool, rules: Rules, name: str) -> s
     return rules.add(name, f"{head}gap {arguments}{tail}")
 
 
+def _attributes(end: str) -> str:
+    """What may follow a name up to the end of its tag."""
+    return f"[^<>]{{0,64}} {literal(end)}"
+
+
 def _parameters(tags: ParameterTags, tool: CallableTool, rules: Rules, name: str) -> str:
     parameters = tool.parameters
     properties = properties_of(parameters)
-    required = _required(parameters)
+    required = required_of(parameters)
     rule_of = {
         key: _parameter(tags, key, schema, parameters, rules, f"{name}-arg-{i}")
         for i, (key, schema) in enumerate(properties.items())
@@ -76,7 +92,8 @@ def _parameters(tags: ParameterTags, tool: CallableTool, rules: Rules, name: str
     return rules.add(f"{name}-arguments", text)
 
 
-def _required(parameters: Any) -> frozenset[str]:
+def required_of(parameters: Any) -> frozenset[str]:
+    """Returns the names of the properties that a schema of an object requires."""
     if not isinstance(parameters, Mapping):
         return frozenset()
     names: Any = cast("Mapping[str, Any]", parameters).get("required")
@@ -99,19 +116,20 @@ def _parameter(
     tags: ParameterTags, key: str, schema: Any, parameters: Any, rules: Rules, name: str
 ) -> str:
     head = literal(tags.start + key + tags.name_end)
+    head += f" {_attributes(tags.head_end)}" if tags.head_end else ""
     head += f" gap {literal(tags.value_start)}" if tags.value_start else ""
     is_json = kind_of(schema) is Kind.JSON
     if tags.kind_marks:
         head += f" {literal(tags.kind_marks[is_json])}"
     if not is_json:
         return rules.add(name, f"{head} {until(tags.end, rules, 'text')}")
-    writer = SchemaWriter(read_schema(_alone(schema, parameters)), rules, prefix=f"{name}-")
+    writer = SchemaWriter(read_schema(alone(schema, parameters)), rules, prefix=f"{name}-")
     value = writer.add(writer.root, f"{name}-value")
     return rules.add(name, f"{head} gap {value} gap {literal(tags.end)}")
 
 
-def _alone(schema: Any, parameters: Any) -> Any:
-    """A parameter's schema with the definitions that it may refer to."""
+def alone(schema: Any, parameters: Any) -> Any:
+    """Returns a parameter's schema with the definitions that it may refer to."""
     shared = {
         key: cast("Mapping[str, Any]", parameters)[key]
         for key in ("$defs", "definitions")

@@ -7,7 +7,7 @@ import pytest
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
-from engine.text.chat_format import ReasoningTags
+from engine.text.chat_format import ChatFormat, ReasoningTags
 from service.chat import render_chat
 from service.defaults import GenerationDefaults
 from service.json_text import json_object
@@ -194,7 +194,7 @@ def test_a_turn_goes_on_in_its_reasoning_or_behind_it(
         Thinker(),
         GenerationDefaults(),
         "chat",
-        framed(ReasoningTags("<t>", "</t>"), Thinker()),
+        ChatFormat("x", reasoning=framed(ReasoningTags("<t>", "</t>"), Thinker())),
     )
     assert rendered.text == f"user:<t>;A:{expected}"
     assert rendered.thinking == thinking
@@ -209,7 +209,10 @@ def test_a_prompt_tells_whether_it_opened_reasoning() -> None:
         for kwargs in ("", '{"enable_thinking":true}', '{"enable_thinking":false}')
     ]
     found = [
-        render_chat(chat, Thinker(), GenerationDefaults(), "c", tags).thinking for chat in chats
+        render_chat(
+            chat, Thinker(), GenerationDefaults(), "c", ChatFormat("x", reasoning=tags)
+        ).thinking
+        for chat in chats
     ]
     assert found == ["", "<t>\n", ""]
 

@@ -1,0 +1,48 @@
+"""What readers of tool calls have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from engine.text.tape import Tape
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """What a call grew by. `name` and `call_id` are in its first piece alone."""
+
+    index: int
+    arguments: str
+    name: str = ""
+    call_id: str = ""
+
+
+class SectionReader(Protocol):
+    """Reads one section of calls from behind its opening mark. `num_calls` counts all told so far."""
+
+    num_calls: int
+    is_done: bool
+
+    def read(self, tape: Tape) -> list[CallPiece]:
+        """Reads as far as the tape tells, and returns what that added to calls."""
+        ...
+
+
+def escaped(text: str) -> str:
+    """Returns a text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def json_of(text: str) -> str:
+    """Returns a text as it stands where it is JSON, as a JSON string where it is not."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)
