@@ -1,6 +1,7 @@
 """Builds the native kernels with sanitizers, apart, and runs their tests against that library.
 
-`make sanitize` runs it. The library that is installed stays as it is. Arguments are pytest's.
+`make sanitize` runs it. The library that is installed stays as it is. Of the tests those run that
+need native kernels, wherever they are; arguments are pytest's and come on top.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import tempfile
 from pathlib import Path
 
 from engine.kernels.native.build import compile_library
-
-_NUMERICS = ("native", "native_families", "native_adapters", "recurrent_families")
-TESTS = ("tests/unit/engine/kernels", *(f"tests/numerics/test_{name}.py" for name in _NUMERICS))
 
 _OPTIONS = {
     # The interpreter's own leaks are not what is looked for.
@@ -36,9 +34,9 @@ def main(arguments: list[str]) -> int:
         # The interpreter is not instrumented, so the runtimes must be there before it.
         preload = " ".join(_runtime(name) for name in ("libasan.so", "libubsan.so"))
         command = [sys.executable, "-m", "pytest", f"--native-library={library}"]
-        tests = arguments or [*TESTS]
+        command += ["-m", "not slow and not device", *arguments]
         environment = os.environ | _OPTIONS | {"LD_PRELOAD": preload}
-        return subprocess.run([*command, *tests], env=environment, check=False).returncode
+        return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _runtime(name: str) -> str:
