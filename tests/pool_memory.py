@@ -35,7 +35,7 @@ class Process:
     def __init__(self, model: str, cache: str) -> None:
         self._ends: queue.Queue[Event] = queue.Queue()
         config = EngineConfig(
-            context_tokens=512, num_slots=2, chunk_tokens=32, kernels="native", compile_cache=cache
+            context_tokens=512, num_slots=2, chunk_tokens=64, kernels="native", compile_cache=cache
         )
         self.loaded = load_engine(model, config, self._sink)
         self.engine = self.loaded.engine
@@ -90,8 +90,10 @@ def main(model: str, cache: str) -> None:
     process.tell("start")
     for _ in range(2):
         process.resize(kv=many)
-        process.resize(kv=many // 2, moe_cache=floor)
-        process.resize(kv=few, moe_cache=ceiling)
+        process.resize(moe_cache=floor)
+        process.resize(kv=many // 2)
+        process.resize(moe_cache=ceiling)
+        process.resize(kv=few)
     process.engine.stop()
 
 
