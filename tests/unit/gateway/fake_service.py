@@ -357,10 +357,12 @@ class FakeService(
         self, request: Any, context: Any
     ) -> AsyncIterator[model_pb2.WatchModelResponse]:
         del request
-        if self.tenures is None:
+        tenures = self.tenures
+        if tenures is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+            return
         while True:
-            yield model_pb2.WatchModelResponse(model_id=await self.tenures.get())
+            yield model_pb2.WatchModelResponse(model_id=await tenures.get())
 
     async def ListSlots(self, request: Any, context: Any) -> slot_pb2.ListSlotsResponse:
         del request, context
