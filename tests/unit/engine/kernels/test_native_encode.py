@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +19,8 @@ from engine.gguf.expert_records import ExpertRecords
 from engine.gguf.layouts import BLOCK_BYTES
 from engine.gguf.reader import GgufFile
 from engine.kernels.native.encode import RecordReader, fill
+from engine.kernels.native.expert_cache import NativeExpertCache, ensure_experts
+from engine.memory.expert_store import ExpertShape, ExpertStore
 from tests.ggufs import random_blocks, write_gguf
 from tests.native import requires_native
 
@@ -112,4 +115,56 @@ def test_a_record_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     os.truncate(path, info.offset + 10)
     with pytest.raises(ModelFileError, match="ends inside tensor 'w1'"):
         reader.read(0, 0, 0, slot)
+    records.close()
+
+
+def store_of(records: ExpertRecords) -> ExpertStore:
+    reader = RecordReader(records, 1)
+    assert reader.shares
+    shape = ExpertShape(1, 3, top_k=1, slot_bytes=records.num_blocks * BLOCK_BYTES)
+    store = ExpertStore(shape, reader.read, overlaps=False, reader_shares=True)
+    store.take(np.zeros((3, shape.slot_bytes), np.uint8))
+    return store
+
+
+def brought(cache: NativeExpertCache, expert: int) -> int:
+    """Has a step ask for an expert, which is read by the threads of that step."""
+    ids = jnp.array([[expert]], jnp.int32)
+    return int(ensure_experts(jnp.int32(cache.number), jnp.int32(0), ids)[0, 0])
+
+
+def test_what_a_step_waits_for_is_read_by_all_its_threads(tmp_path: Path) -> None:
+    records = opened(tmp_path, FORMATS, rows=1000)
+    store = store_of(records)
+    cache = NativeExpertCache(store)
+    for expert in (2, 0, 1):
+        expected = np.zeros(store.shape.slot_bytes, np.uint8)
+        records.read(0, expert, expected)
+        np.testing.assert_array_equal(store.slots[brought(cache, expert)], expected)
+    cache.close()
+    store.close()
+    records.close()
+
+
+def test_of_what_several_threads_find_wrong_the_first_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = opened(tmp_path, [Type.Q8_0, Type.MXFP4], rows=4000)
+    (info, _) = records.sources(0)[1]
+    path = tmp_path / "m.gguf"
+    content = bytearray(path.read_bytes())
+    for row in (7, 2000, 3999):
+        content[info.offset + 17 * 16 * row] = 255
+    path.write_bytes(content)
+    store = store_of(records)
+    cache = NativeExpertCache(store)
+    with pytest.raises(ValueError, match="experts could not be loaded"):
+        brought(cache, 0)
+    assert "'w1' has a block scale in row 7 that is not finite" in caplog.text
+    assert store.used == 0
+    # The next one is whole.
+    assert store.slot_of[0, 1] < 0
+    assert brought(cache, 1) == store.slot_of[0, 1]
+    cache.close()
+    store.close()
     records.close()
