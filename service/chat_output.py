@@ -34,11 +34,15 @@ _ANY_OBJECT = '{"type":"object"}'
 
 @dataclass(frozen=True)
 class ChatOutput:
-    """How the answers of one call are made and read. `shown` tokens belong to the format's marks."""
+    """How the answers of one call are made and read. `shown` tokens belong to the format's marks.
+
+    `stops` end an answer beside those of its request.
+    """
 
     constraint: Constraint | None
     shown: frozenset[int]
     begin: Callable[[], ChatReader]
+    stops: tuple[str, ...] = ()
 
 
 class ChatReader:
@@ -100,7 +104,8 @@ def plan_output(request: GenerateRequest, chat: RenderedChat, model: LoadedModel
         constraint = _constraint(request, tools, shown, model)
     if chat_format.reasoning is not None:
         shown |= shown_marks(chat_format.reasoning, model)
-    return ChatOutput(constraint, shown, _beginner(request, chat, model, chat_format, tools))
+    begin = _beginner(request, chat, model, chat_format, tools)
+    return ChatOutput(constraint, shown, begin, chat_format.stops)
 
 
 def _offered(request: GenerateRequest, model: LoadedModel) -> CallFormat | None:

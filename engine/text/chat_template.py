@@ -89,7 +89,7 @@ class ChatTemplate:
         budget = Budget(variables.values())
         # Templates may append to lists, which must not be the caller's.
         text = self._trim(self._sandbox.run(self._template, deepcopy(variables), budget))
-        return _opened(text, self.source) if add_generation_prompt else text
+        return _mended(text, self.source, opens_turn=add_generation_prompt)
 
     def _trim(self, text: str) -> str:
         if self._adds_bos and self._bos_text:
@@ -99,14 +99,18 @@ class ChatTemplate:
         return text
 
 
-# A family whose template does not open a turn behind one with calls: its mark, the end, the opening.
-_UNOPENED = (("'<|tool_call>call:'", "<turn|>\n", "<|turn>model\n"),)
+# What templates write at the end of a prompt, and what it should be: a mark of the template, whether a
+# turn is opened, the end, and what it becomes.
+_ENDS = (
+    ("'<|tool_call>call:'", True, "<turn|>\n", "<turn|>\n<|turn>model\n"),
+    ("<|channel|>", False, "<|return|>", "<|end|>"),
+)
 
 
-def _opened(text: str, source: str) -> str:
-    for mark, end, opening in _UNOPENED:
-        if mark in source and text.endswith(end):
-            return text + opening
+def _mended(text: str, source: str, *, opens_turn: bool) -> str:
+    for mark, is_for_turn, end, becomes in _ENDS:
+        if mark in source and opens_turn == is_for_turn and text.endswith(end):
+            return text.removesuffix(end) + becomes
     return text
 
 

@@ -91,3 +91,12 @@ def test_names_are_told_apart():
 def test_a_template_tells_its_family(template: str, name: str, thinks: bool):
     found = find_format(template)
     assert (found.name, found.reasoning is not None) == (name, thinks)
+
+
+def test_thoughts_and_calls_of_solar_are_told_apart():
+    text = (
+        "<|think|>hm<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2<|tool_call:name|>f"
+        '<|tool_call:args|>{"n": 7}<|tool_call:end|>'
+    )
+    told = parse(BY_NAME["solar-open"], *text, opening="<|begin|>assistant")
+    assert told == ("", "hm", [("f", '{"n": 7}')])
