@@ -24,7 +24,8 @@ from engine.types import EngineConfig, EventSink
 from service.loaded import LoadedModel, ModelNames
 from service.model_loader import LoadPlan, LoadStage, ModelOrder, OnProgress
 from tests.contract.serving import CONFIG, fake_model
-from tests.fakes import FakeRunner, fake_engine, fake_shape, fitting_runner
+from tests.fake_runner import FakeRunner
+from tests.fakes import fake_engine, fake_shape, fitting_runner
 from tests.slot_stores import fake_store
 
 ROOMY = LoadPlan(needed_bytes=10, least_bytes=5, limit_bytes=100, available_bytes=50)

@@ -21,7 +21,7 @@ from engine.slots.state_layout import StateLayout
 from engine.slots.store import SlotStore, no_adapters
 from engine.step import DeviceStore
 from engine.types import AdapterInfo, PoolKind
-from tests.fakes import FakeTokenizer
+from tests.fake_text import FakeTokenizer
 
 
 class _FakeIdentity(Identity):

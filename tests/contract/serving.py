@@ -37,7 +37,9 @@ from service.model_loader import ModelLoader
 from service.options import ModelSource, ServiceOptions
 from service.server import READY_SERVICE, Server
 from service.telemetry import Spans
-from tests.fakes import FakeRunner, FakeTokenizer, fake_engine, fake_shape, fitting_runner
+from tests.fake_runner import FakeRunner
+from tests.fake_text import FakeTokenizer
+from tests.fakes import fake_engine, fake_shape, fitting_runner
 from tests.slot_stores import fake_store
 
 GenerateRequest = generation_pb2.GenerateRequest

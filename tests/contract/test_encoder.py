@@ -18,7 +18,8 @@ from engine.text.pairs import PairLayout
 from engine.types import Pooling
 from service.defaults import EmbeddingDefaults
 from tests.contract.serving import CONFIG, Serving, failure, serving
-from tests.fakes import FakeTokenizer, fake_shape, fitting_runner
+from tests.fake_text import FakeTokenizer
+from tests.fakes import fake_shape, fitting_runner
 
 Code = grpc.StatusCode
 EmbedInput = embedding_pb2.EmbedInput

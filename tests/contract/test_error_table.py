@@ -30,7 +30,9 @@ from tests.contract.serving import (
     options,
     serving,
 )
-from tests.fakes import FakeClock, FakeRunner, FakeTokenizer
+from tests.fake_runner import FakeRunner
+from tests.fake_text import FakeTokenizer
+from tests.fakes import FakeClock
 
 Code = grpc.StatusCode
 

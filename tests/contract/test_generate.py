@@ -16,7 +16,9 @@ from tests.contract.serving import (
     failure,
     serving,
 )
-from tests.fakes import FakeRunner, FakeTokenizer, scripted
+from tests.fake_logits import scripted
+from tests.fake_runner import FakeRunner
+from tests.fake_text import FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
 SLOTS = slot_pb2.ListSlotsRequest()

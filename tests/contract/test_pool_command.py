@@ -13,7 +13,7 @@ from kvarts.v1 import generation_pb2, rebuild_pb2
 from gateway import pool_command
 from gateway.pool_table import aligned, bar, pool_table, size_text
 from tests.contract.serving import Serving, serving
-from tests.fakes import EXPERTS, FakeRunner
+from tests.fake_runner import EXPERTS, FakeRunner
 
 
 @dataclass(frozen=True)

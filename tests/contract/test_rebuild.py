@@ -13,7 +13,8 @@ from kvarts.v1 import generation_pb2, rebuild_pb2
 
 from service.server import READY_SERVICE
 from tests.contract.serving import CONFIG, failure, serving
-from tests.fakes import FakeRunner, fake_shape
+from tests.fake_runner import FakeRunner
+from tests.fakes import fake_shape
 
 Code = grpc.StatusCode
 PoolSizes, RebuildRequest = rebuild_pb2.PoolSizes, rebuild_pb2.RebuildRequest

@@ -33,7 +33,7 @@ from tests.contract.serving import (
     gated_runner,
     serving,
 )
-from tests.fakes import FakeTokenizer
+from tests.fake_text import FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
 A, B = TOKENIZER.encode("ab", add_special=False, parse_special=False)

@@ -30,7 +30,8 @@ from tests.contract.serving import (
     serving,
 )
 from tests.contract.test_metrics import scrape
-from tests.fakes import FakeClock, FakeTokenizer
+from tests.fake_text import FakeTokenizer
+from tests.fakes import FakeClock
 from tests.loaders import TIGHT, FakeLoader
 
 LoadModelRequest = model_pb2.LoadModelRequest

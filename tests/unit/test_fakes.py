@@ -9,7 +9,9 @@ import pytest
 
 from engine.step import PageContent, PoolLost, SequenceWork, StepBatch
 from engine.types import PoolKind
-from tests.fakes import FakeRunner, FakeTokenizer, PlainText, hashed_logits, moved, tokens_of
+from tests.fake_logits import hashed_logits, moved, tokens_of
+from tests.fake_runner import FakeRunner
+from tests.fake_text import FakeTokenizer, PlainText
 
 
 def work(

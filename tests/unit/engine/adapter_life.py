@@ -15,7 +15,8 @@ from engine.adapters.loaded import LoadedAdapter, NewAdapter
 from engine.engine import Engine
 from engine.errors import EngineError, NoSuchAdapter
 from engine.types import AdapterScale, Request, Snapshot, Started
-from tests.fakes import FakeRunner, set_number
+from tests.fake_logits import set_number
+from tests.fake_runner import FakeRunner
 
 _SCALES = (0.0, -0.0, 1.0, 0.5, -2.0, 1e-60)
 # Of the fake's only weight, 4x4, at 8 ranks: float32, an entry and a factor.

@@ -26,14 +26,9 @@ from engine.types import (
     Request,
     Started,
 )
-from tests.fakes import (
-    FakeClock,
-    FakeTokenizer,
-    fake_engine,
-    fake_shape,
-    fitting_runner,
-    model_logits,
-)
+from tests.fake_logits import model_logits
+from tests.fake_text import FakeTokenizer
+from tests.fakes import FakeClock, fake_engine, fake_shape, fitting_runner
 
 A, B = 67, 68
 

@@ -14,7 +14,8 @@ from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildWish
 from engine.slots.survivors import HeldState
 from engine.types import PoolKind, Snapshot
-from tests.fakes import EXPERTS, FakeClock
+from tests.fake_runner import EXPERTS
+from tests.fakes import FakeClock
 
 
 class PoolLife:

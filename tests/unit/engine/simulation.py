@@ -27,13 +27,8 @@ from engine.types import (
     SlotState,
     Snapshot,
 )
-from tests.fakes import (
-    EXPERTS,
-    FakeClock,
-    fake_engine,
-    fake_shape,
-    fitting_runner,
-)
+from tests.fake_runner import EXPERTS
+from tests.fakes import FakeClock, fake_engine, fake_shape, fitting_runner
 from tests.unit.engine.adapter_life import AdapterLife
 from tests.unit.engine.judge import Judge, Life, Scene
 from tests.unit.engine.lockstep import lockstep

@@ -23,7 +23,8 @@ from engine.slots.reader import VerifiedSlot, open_slot
 from engine.slots.state_layout import PagePiece
 from engine.step import PageContent, StateContent
 from engine.types import AdapterScale, Request, SlotInfo, SlotState, Snapshot
-from tests.fakes import FakeRunner, history_of, letters_of, set_number, tokens_of
+from tests.fake_logits import history_of, letters_of, set_number, tokens_of
+from tests.fake_runner import FakeRunner
 from tests.slot_stores import fake_store, restore_wish, save_wish
 from tests.unit.engine.lockstep import FileThread
 

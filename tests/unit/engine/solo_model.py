@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.types import FinishReason, Request
-from tests.fakes import FakeTokenizer, model_logits, moved, under
+from tests.fake_logits import model_logits, moved, under
+from tests.fake_text import FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
 STOP = "q"

@@ -23,7 +23,8 @@ from engine.types import (
     SamplingParams,
     Started,
 )
-from tests.fakes import FakeRunner, fake_engine
+from tests.fake_runner import FakeRunner
+from tests.fakes import fake_engine
 from tests.unit.engine.adapter_life import content
 
 PROMPT = tuple(range(10, 50))

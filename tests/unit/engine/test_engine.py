@@ -27,7 +27,8 @@ from engine.types import (
     Finished,
     Request,
 )
-from tests.fakes import FakeClock, FakeRunner, fake_engine
+from tests.fake_runner import FakeRunner
+from tests.fakes import FakeClock, fake_engine
 from tests.unit.engine.drive import Drive
 
 A = 67

@@ -8,7 +8,8 @@ import pytest
 
 from engine.generation import Ending, Generation
 from engine.types import Chunk, FinishReason, Request, SamplingParams
-from tests.fakes import FakeRow, FakeTokenizer, PlainText, begin_greedy
+from tests.fake_logits import FakeRow
+from tests.fake_text import FakeTokenizer, PlainText, begin_greedy
 
 TOKENIZER = FakeTokenizer()
 EOS = TOKENIZER.eos_token

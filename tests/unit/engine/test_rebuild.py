@@ -20,7 +20,7 @@ from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildState, RebuildWish, Stage
 from engine.step import PoolLost
 from engine.types import CacheSource, PoolKind
-from tests.fakes import EXPERTS
+from tests.fake_runner import EXPERTS
 from tests.unit.engine.drive import Drive, ask, solo
 
 PROMPT = tuple(range(10, 40))

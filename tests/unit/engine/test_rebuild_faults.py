@@ -16,7 +16,7 @@ from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildState, RebuildWish
 from engine.types import PoolKind
-from tests.fakes import EXPERTS
+from tests.fake_runner import EXPERTS
 from tests.unit.engine.drive import Drive, ask, solo
 
 STEPS = [

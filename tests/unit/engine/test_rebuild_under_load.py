@@ -12,7 +12,7 @@ from engine.memory.errors import RebuildRolledBack
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildWish
 from engine.types import PoolInfo, PoolKind
-from tests.fakes import EXPERTS
+from tests.fake_runner import EXPERTS
 from tests.unit.engine.drive import Drive, ask, solo
 
 NUM_STREAMS, NUM_REBUILDS = 8, 50

@@ -7,7 +7,8 @@ import pytest
 
 from engine.memory.host_tier import NODE_BYTES
 from engine.types import CacheSource, CancelCause, FinishReason, PoolKind
-from tests.fakes import FakeTokenizer, model_logits, moved
+from tests.fake_logits import model_logits, moved
+from tests.fake_text import FakeTokenizer
 from tests.unit.engine.drive import A, B, Drive, ask, solo
 
 SYSTEM = [A, B, A, A, B, B, A, B, A, A]

@@ -19,7 +19,8 @@ from engine.types import CancelCause, Chunk, EventSink, Finished, Request, Start
 from service.bridge import Bridge, BridgeHooks
 from service.loaded import LoadedModel
 from tests.contract.serving import StepGate, fake_model, gated_runner
-from tests.fakes import FakeClock, FakeRunner, fake_engine
+from tests.fake_runner import FakeRunner
+from tests.fakes import FakeClock, fake_engine
 
 
 @dataclass

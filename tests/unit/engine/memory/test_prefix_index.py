@@ -16,7 +16,8 @@ from engine.memory.pages import PageAllocator
 from engine.memory.prefix_index import PageNode, PrefixIndex, PrefixRoot, encode
 from engine.step import SequenceWork, StepBatch
 from engine.types import PoolKind
-from tests.fakes import FakeRunner, tokens_of
+from tests.fake_logits import tokens_of
+from tests.fake_runner import FakeRunner
 
 PAGE = 4
 ROOT = PrefixRoot(b"model", "f16", b"", "")

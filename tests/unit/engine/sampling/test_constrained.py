@@ -11,7 +11,7 @@ from engine.sampling.chain import Chain
 from engine.sampling.masked import MaskedRow
 from engine.sampling.mt19937 import Mt19937
 from engine.types import Sampler, SamplingParams
-from tests.fakes import FakeRow
+from tests.fake_logits import FakeRow
 from tests.unit.engine.sampling.support import ArrayRow, make_vocab
 
 SIZE = 300

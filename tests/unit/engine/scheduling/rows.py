@@ -6,7 +6,7 @@ from engine.generation import Generation
 from engine.scheduling.row import Row
 from engine.slots.table import Slot
 from engine.types import Request
-from tests.fakes import FakeTokenizer, GreedyChain, PlainText
+from tests.fake_text import FakeTokenizer, GreedyChain, PlainText
 
 
 def make_row(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.slots.moves import moved_chunks
 from engine.types import CacheSource
-from tests.fakes import moved
+from tests.fake_logits import moved
 from tests.unit.engine.slots.test_prefixes import Lanes
 
 

@@ -17,7 +17,8 @@ from engine.slots.table import Slot, SlotTable
 from engine.slots.window import WindowPages, WindowPolicy
 from engine.step import SequenceWork, StepBatch
 from engine.types import CacheSource, PoolKind, Request, SlotState
-from tests.fakes import FakeRunner, tokens_of
+from tests.fake_logits import tokens_of
+from tests.fake_runner import FakeRunner
 
 PAGE = 4
 
