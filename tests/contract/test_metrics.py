@@ -269,6 +269,8 @@ async def test_routers_find_the_names_of_vllm_where_asked_for() -> None:
     assert re.search(r'vllm:cache_config_info{block_size="16",num_gpu_blocks="\d+"} 1.0', text)
 
 
+_OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
+
 # Source: the names and types that the operator's dashboards and alerts are built on.
 TYPES = {
     "requests_total": "counter",
@@ -312,6 +314,9 @@ async def test_every_metric_has_its_name_and_its_type() -> None:
     words = [line.split(" ") for line in lines if line.startswith("# TYPE kvarts_")]
     types = {name.removeprefix("kvarts_"): kind for _, _, name, kind in words}
     assert TYPES.items() <= types.items()
+    documented = _OPERATIONS.read_text()
+    own = [name for name in types if not name.endswith("_created")]  # the library's companions
+    assert [name for name in own if f"`{name}`" not in documented] == []
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
 
 
