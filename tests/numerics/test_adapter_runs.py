@@ -58,11 +58,14 @@ def live_bytes() -> int:
     return sum(int(array.nbytes) for array in arrays)
 
 
-def test_random_commands_leak_nothing_and_compile_nothing(parts: tuple[Path, list[Path]]) -> None:
+@pytest.mark.parametrize("num_commands", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_commands_leak_nothing_and_compile_nothing(
+    parts: tuple[Path, list[Path]], num_commands: int
+) -> None:
     loaded, replies, contents = open_engine(parts)
     compiles, before = loaded.runner.compiles, live_bytes()
     walk = Walk(loaded.engine, replies, contents, PROMPTS, seed=1)
-    walk.run(250)
+    walk.run(num_commands)
     walk.judge()
     assert walk.seen["adapted"] > 20
     assert loaded.runner.compiles == compiles
