@@ -34,8 +34,12 @@ class Browser:
     def open(self, url: str) -> None:
         self._post("url", url=url)
 
-    def resize(self, width: int, height: int) -> None:
-        self._post("window/rect", width=width, height=height)
+    def emulate(self, width: int, height: int, scheme: str) -> None:
+        """A screen of this size whose owner prefers "light" or "dark"."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._devtools("Emulation.setEmulatedMedia", features=features)
 
     def run(self, script: str, *values: Any) -> Any:
         return self._post("execute/sync", script=script, args=list(values))
@@ -58,7 +62,9 @@ class Browser:
         self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": presses}])
 
     def screenshot(self) -> bytes:
-        return base64.b64decode(self._get("screenshot"))
+        """The whole page as PNG, also what is scrolled out of sight."""
+        shot = self._devtools("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])
 
     def wait(self, is_so: Callable[[], Any], what: str) -> None:
         """Asks again until it is so; a page tells no one else when it has changed."""
@@ -70,12 +76,12 @@ class Browser:
     def _find(self, css: str) -> str:
         return self._post("element", using="css selector", value=css)[_ELEMENT]
 
+    def _devtools(self, command: str, **values: Any) -> Any:
+        return self._post("goog/cdp/execute", cmd=command, params=values)
+
     def _post(self, path: str, **body: Any) -> Any:
         response = self.client.post(f"/session/{self.session}/{path}", json=body)
         return _value(response)
-
-    def _get(self, path: str) -> Any:
-        return _value(self.client.get(f"/session/{self.session}/{path}"))
 
 
 @contextlib.contextmanager

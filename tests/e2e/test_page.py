@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +16,31 @@ pytestmark = pytest.mark.slow
 
 _IS_IDLE = "return !document.querySelector('#send').disabled"
 _IS_BUSY = "return document.querySelector('#send').disabled"
+_FIRST_PAINT_MS = 200
+_MOST_BYTES = 60_000
+# Text is told from its ground by at least this ratio. Source: WCAG 2.2, 1.4.3.
+_CONTRAST = """
+const parts = (color) => color.match(/[0-9.]+/g).map(Number);
+const light = (color) => parts(color).slice(0, 3).reduce((sum, part, i) => {
+  const share = part / 255;
+  const linear = share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  return sum + [0.2126, 0.7152, 0.0722][i] * linear;
+}, 0);
+const ground = (node) => {
+  for (; node; node = node.parentElement) {
+    const color = getComputedStyle(node).backgroundColor;
+    if (parts(color)[3] !== 0) return color;
+  }
+};
+return [...document.querySelectorAll("main *, header *")]
+  .filter((node) => node.checkVisibility() && !node.disabled)
+  .filter((node) => [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim()))
+  .map((node) => {
+    const [dark, bright] = [light(getComputedStyle(node).color), light(ground(node))].sort((a, b) => a - b);
+    return [(bright + 0.05) / (dark + 0.05), node.outerHTML.slice(0, 60)];
+  })
+  .filter(([ratio]) => ratio < 4.5);
+"""
 WEIGHT = "blk.0.attn_q.weight"
 _LAST = "#log .turn:last-child"
 
@@ -204,3 +230,33 @@ def test_a_lost_server_is_told_and_found_again(browser: Browser, start: Start):
         lambda: not browser.run("return document.querySelector('#lost').hidden"), "the loss"
     )
     assert browser.text("#said") == "The server does not answer."
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)], ids=["phone", "desktop"])
+def test_it_fits_the_screen_and_can_be_read(
+    equipped: Browser, tmp_path: Path, width: int, height: int, scheme: str
+):
+    """The picture is kept beside the other files of the test, for whoever wants to look."""
+    page = equipped
+    page.emulate(width, height, scheme)
+    page.run("document.querySelector('#settings').open = true")
+    for role, content in (("user", "hello"), ("assistant", "x" * 400)):
+        page.run("show({ role: arguments[0], content: arguments[1] })", role, content)
+    (tmp_path / f"{width}-{scheme}.png").write_bytes(page.screenshot())
+    overflow = "const { scrollWidth, clientWidth } = document.documentElement; return scrollWidth - clientWidth"
+    assert page.run(overflow) == 0
+    assert page.run(_CONTRAST) == []
+
+
+def test_it_is_small_and_painted_at_once(browser: Browser, equipped_url: str):
+    plain = httpx.get(equipped_url, headers={"accept-encoding": "identity"})
+    assert len(plain.content) < _MOST_BYTES
+    painted_ms: list[float] = []
+    paint = "return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+    for _ in range(5):
+        browser.open(equipped_url)
+        browser.wait(lambda: browser.run(paint), "the first paint")
+        painted_ms.append(browser.run(paint))
+    # Others' load may delay any one of them; what the page itself costs is in all.
+    assert min(painted_ms) < _FIRST_PAINT_MS, painted_ms
