@@ -166,7 +166,13 @@ def test_the_front_is_an_edge() -> None:
         first = route["route"]["hash_policy"][0]
         assert first == {"header": {"header_name": "x-session-id"}, "terminal": True}
     clusters = {one["name"]: one for one in config["static_resources"]["clusters"]}
-    assert {one["lb_policy"] for one in clusters.values()} == {"RING_HASH"}
+    assert {one["lb_policy"] for one in clusters.values()} == {"MAGLEV"}
+    for route in host["routes"]:
+        # Its table gives another replica at each try; a ring gives the neighbour again.
+        assert route["route"]["retry_policy"]["host_selection_retry_max_attempts"] > 1
+    for one in clusters.values():
+        (check,) = one["health_checks"]
+        assert check["no_traffic_interval"] == check["interval"]
     check = clusters["grpc"]["health_checks"][0]["grpc_health_check"]
     assert check == {"service_name": READY_SERVICE}
     # yaml-cpp, which Envoy reads with, knows no merge keys.
