@@ -1,0 +1,139 @@
+"""The soak itself: its judge finds leaks, and a short run is answered and leaves nothing behind.
+
+`python -m tests.soak` is the soak of 45 minutes; how memory grows cannot be seen in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.gguf.reader import GgufFile
+from engine.model.adapter_banks import adapted_shapes
+from engine.model.architectures import read_spec
+from tests.adapters import TinyAdapter, write_adapter
+from tests.e2e.conftest import NUM_SLOTS, Start
+from tests.soak.judge import MIB, Sample, Usage, faults, hourly, quarters, table
+from tests.soak.processes import descendants, usage
+from tests.soak.soak import soak
+
+pytestmark = pytest.mark.slow
+
+_SECONDS = 45 * 60
+
+
+def _flat() -> list[Sample]:
+    """45 minutes that warm up for ten, then saw to and fro by 30 MiB."""
+    samples: list[Sample] = []
+    for i, at in enumerate(range(0, _SECONDS, 10)):
+        rss = 400 * MIB + min(at, 600) * MIB // 10 + i % 7 * 5 * MIB
+        service = Usage(rss, files=20 + i % 5, threads=36 + i % 3)
+        gateway = Usage(60 * MIB + i % 4 * MIB, files=21 + i % 6, threads=9)
+        samples.append(Sample(at, service, gateway, compiles=30, done=i, latency_ms=100.0))
+    return samples
+
+
+def _leak(side: str, **an_hour: float) -> list[Sample]:
+    """The flat series, of which a side gets so much more of some figures in an hour."""
+    changed: list[Sample] = []
+    for sample in _flat():
+        held: Usage = getattr(sample, side)
+        more = {
+            name: getattr(held, name) + int(rate * sample.at / 3600)
+            for name, rate in an_hour.items()
+        }
+        changed.append(dataclasses.replace(sample, **{side: dataclasses.replace(held, **more)}))
+    return changed
+
+
+def test_what_only_warms_up_and_saws_is_flat() -> None:
+    assert faults(_flat()) == []
+
+
+@pytest.mark.parametrize("side", ["service", "gateway"])
+@pytest.mark.parametrize(
+    ("name", "rate", "sentence"),
+    [
+        # The medians of the second and the last quarter lie 22.5 minutes apart.
+        ("rss", 30 * MIB, "RSS of the"),
+        ("files", 40, "open files of the"),
+        ("threads", 10, "threads of the"),
+    ],
+)
+def test_a_leak_is_named(side: str, name: str, rate: float, sentence: str) -> None:
+    (fault,) = faults(_leak(side, **{name: rate}))
+    assert fault.startswith(f"{sentence} {side}: ")
+
+
+def test_eight_mebibytes_are_allowed_and_no_more() -> None:
+    samples = _flat()
+
+    def raised(size: int) -> list[str]:
+        last = [
+            dataclasses.replace(s, service=dataclasses.replace(s.service, rss=s.service.rss + size))
+            for s in samples
+            if s.at >= 0.7 * _SECONDS
+        ]
+        return faults([*samples[: len(samples) - len(last)], *last])
+
+    assert raised(7 * MIB) == []
+    (fault,) = raised(14 * MIB)
+    assert "more than 8 MiB above" in fault
+
+
+def test_a_program_compiled_late_and_a_server_that_hangs_are_faults() -> None:
+    samples = _flat()
+    compiled = [dataclasses.replace(s, compiles=30 + (s.at > 1900)) for s in samples]
+    assert [fault.split(":")[0] for fault in faults(compiled)] == ["compiled programs"]
+    hung = [dataclasses.replace(s, done=min(s.done, 100)) for s in samples]
+    assert faults(hung) == ["no request ended after the second quarter: 100 in all"]
+
+
+def test_too_little_to_judge_is_no_verdict() -> None:
+    with pytest.raises(ValueError, match="7 samples are too few"):
+        faults(_flat()[:7])
+    ends = [s for s in _flat() if s.at < 0.2 * _SECONDS or s.at > 0.9 * _SECONDS]
+    with pytest.raises(ValueError, match="no sample in the second"):
+        faults(ends)
+
+
+def test_growth_is_told_by_the_hour_and_in_the_table() -> None:
+    samples = _leak("gateway", threads=3600)
+    assert hourly(samples, lambda s: s.gateway.threads) == pytest.approx(3600)
+    assert [len(part) for part in quarters(samples)] == [68, 67, 67, 68]
+    samples[3] = dataclasses.replace(samples[3], latency_ms=math.nan)
+    lines = table(samples).splitlines()
+    assert len(lines) == 1 + len(samples) + 4 + 1
+    assert lines[4].endswith(" -")
+
+
+def test_what_this_process_holds_is_read(tmp_path: Path) -> None:
+    before = usage([os.getpid()])
+    with (tmp_path / "one").open("w"):
+        assert usage([os.getpid()]).files == before.files + 1
+    assert before.rss > 10 * MIB
+    assert os.getpid() in descendants(os.getppid())
+    assert usage([2**22 + 1]) == Usage(0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with GgufFile.open(tiny_model) as file:
+        shapes = adapted_shapes(read_spec(file))
+    path = tmp_path_factory.mktemp("soak") / "adapter.gguf"
+    return write_adapter(path, TinyAdapter(), shapes, tuple(shapes))
+
+
+async def test_a_mixed_load_is_answered_and_leaves_nothing_behind(
+    start: Start, adapter: Path, tmp_path: Path
+) -> None:
+    flags = ("--lora", str(adapter), "--slot-save-path", str(tmp_path), "--metrics")
+    with start("--grpc-port", "0", "--embeddings", "--pooling", "mean", *flags) as program:
+        seen = await soak(program, NUM_SLOTS, seconds=20, sample_s=1)
+    assert seen.refused == [], seen.report()
+    assert {"completion", "stream", "rebuild"} <= set(seen.counts), seen.report()
+    assert seen.samples, seen.report()
