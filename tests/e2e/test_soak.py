@@ -16,10 +16,8 @@ from engine.gguf.reader import GgufFile
 from engine.model.adapter_banks import adapted_shapes
 from engine.model.architectures import read_spec
 from tests.adapters import TinyAdapter, write_adapter
-from tests.e2e.conftest import NUM_SLOTS, Start
 from tests.soak.judge import MIB, Sample, Usage, faults, hourly, quarters, table
 from tests.soak.processes import descendants, usage
-from tests.soak.soak import soak
 
 pytestmark = pytest.mark.slow
 
@@ -126,14 +124,3 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shapes = adapted_shapes(read_spec(file))
     path = tmp_path_factory.mktemp("soak") / "adapter.gguf"
     return write_adapter(path, TinyAdapter(), shapes, tuple(shapes))
-
-
-async def test_a_mixed_load_is_answered_and_leaves_nothing_behind(
-    start: Start, adapter: Path, tmp_path: Path
-) -> None:
-    flags = ("--lora", str(adapter), "--slot-save-path", str(tmp_path), "--metrics")
-    with start("--grpc-port", "0", "--embeddings", "--pooling", "mean", *flags) as program:
-        seen = await soak(program, NUM_SLOTS, seconds=20, sample_s=1)
-    assert seen.refused == [], seen.report()
-    assert {"completion", "stream", "rebuild"} <= set(seen.counts), seen.report()
-    assert seen.samples, seen.report()
