@@ -129,7 +129,9 @@ def _constraint(
     if chat.HasField("parallel_tool_calls"):
         parallel = chat.parallel_tool_calls
     grammar = call_grammar(tools, _callable(request), parallel=parallel)
-    compiled = model.grammars.compile(grammar, shown=shown | frozenset(request.preserved_tokens))
+    compiled = model.grammars.compile_schema(
+        grammar, shown=shown | frozenset(request.preserved_tokens)
+    )
     is_required = chat.tool_choice == common_pb2.TOOL_CHOICE_REQUIRED
     if not tools.start and is_required:
         return compiled

@@ -14,6 +14,7 @@ from engine.constraint import Constraint
 from engine.errors import InvalidField
 from engine.text.chat_grammar import answer_grammar
 from engine.text.grammar.lazy import LazyGrammar, PatternError, Triggers
+from engine.text.grammar.matcher import CompiledGrammar
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
 from service.chat import RenderedChat
 from service.json_text import parse_json
@@ -64,27 +65,30 @@ def _compile_answer(request: GenerateRequest, model: LoadedModel, chat: Rendered
     shown = frozenset(request.preserved_tokens)
     if tags is not None:
         shown |= shown_marks(tags, model)
-    return model.grammars.compile(grammar, shown=shown)
+    return model.grammars.compile_schema(grammar, shown=shown)
 
 
 def _compile(request: GenerateRequest, model: LoadedModel) -> Constraint:
     preserved = frozenset(request.preserved_tokens)
     if not request.grammar_lazy:
-        return model.grammars.compile(_grammar(request, model), shown=preserved)
+        return _compile_text(request, model, preserved)
     triggers = _triggers(request, model)
     shown = preserved | triggers.tokens
-    return LazyGrammar(model.grammars.compile(_grammar(request, model), shown=shown), triggers)
+    return LazyGrammar(_compile_text(request, model, shown), triggers)
 
 
-def _grammar(request: GenerateRequest, model: LoadedModel) -> str:
+def _compile_text(
+    request: GenerateRequest, model: LoadedModel, shown: frozenset[int]
+) -> CompiledGrammar:
     match request.WhichOneof("constraint"):
         case "grammar":
-            return request.grammar
+            return model.grammars.compile(request.grammar, shown=shown)
         case "json_schema":
             schema = parse_json(request.json_schema, "json_schema")
-            return schema_to_gbnf(schema, is_strict=not request.lenient_schema).grammar
+            grammar = schema_to_gbnf(schema, is_strict=not request.lenient_schema).grammar
+            return model.grammars.compile_schema(grammar, shown=shown)
         case _:
-            return model.defaults.grammar
+            return model.grammars.compile(model.defaults.grammar, shown=shown)
 
 
 def _triggers(request: GenerateRequest, model: LoadedModel) -> Triggers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -28,6 +29,25 @@ class SectionReader(Protocol):
     def read(self, tape: Tape) -> list[CallPiece]:
         """Reads as far as the tape tells, and returns what that added to calls."""
         ...
+
+
+class StepReader(ABC):
+    """Implements `SectionReader` by steps, each from one place of the format to the next."""
+
+    def __init__(self, num_calls: int) -> None:
+        self.num_calls = num_calls
+        self.is_done = False
+
+    def read(self, tape: Tape) -> list[CallPiece]:
+        """Reads as far as the tape tells, and returns what that added to calls."""
+        pieces: list[CallPiece] = []
+        while not self.is_done and self._step(tape, pieces):
+            pass
+        return pieces
+
+    @abstractmethod
+    def _step(self, tape: Tape, pieces: list[CallPiece]) -> bool:
+        """Reads on from where the reader is; False where only more text could tell."""
 
 
 def escaped(text: str) -> str:

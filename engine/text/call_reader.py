@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from enum import Enum, auto
 
-from engine.text.call_piece import CallPiece
+from engine.text.call_piece import CallPiece, StepReader
 from engine.text.chat_format import ToolFormat
 from engine.text.json_parts import JsonEnd, JsonWord
 from engine.text.tape import Marks, Tape
@@ -30,10 +30,11 @@ class _Place(Enum):
     END = auto()
 
 
-class CallReader:
+class CallReader(StepReader):
     """Implements `engine.text.call_piece.SectionReader`."""
 
     def __init__(self, tools: ToolFormat, num_calls: int = 0) -> None:
+        super().__init__(num_calls)
         self._tools = tools
         self._name_end = Marks([tools.name_end])
         self._end = Marks([tools.end])
@@ -47,15 +48,6 @@ class CallReader:
         # Arguments that came before the name.
         self._early: list[str] = []
         self._is_told = self._has_arguments = self._is_opening = False
-        self.num_calls = num_calls
-        self.is_done = False
-
-    def read(self, tape: Tape) -> list[CallPiece]:
-        """Reads as far as the tape tells, and returns what that added to calls."""
-        pieces: list[CallPiece] = []
-        while not self.is_done and self._step(tape, pieces):
-            pass
-        return pieces
 
     def _step(self, tape: Tape, pieces: list[CallPiece]) -> bool:
         match self._place:

@@ -89,7 +89,7 @@ def _mark(text: str) -> str:
 
 
 def _call(tools: ToolFormat, tool: CallableTool, rules: Rules, name: str) -> str:
-    writer = SchemaWriter(read_schema(tool.parameters), rules, prefix=f"{name}-")
+    writer = SchemaWriter(read_schema(tool.parameters, f"{tool.name}#"), rules, prefix=f"{name}-")
     arguments = writer.add(writer.root, f"{name}-arguments")
     if tools.name_end:
         head = literal(tool.name)

@@ -34,7 +34,7 @@ def element_grammar(
         rules.add(
             f"tool-{i}",
             f"{literal(tools.call_start + tool.name + tools.name_end)} gap "
-            f"{_Elements(tools, tool.parameters, rules).members(tool.parameters, f'tool-{i}', 0)} "
+            f"{_Elements(tools, tool, rules).members(tool.parameters, f'tool-{i}', 0)} "
             f"gap {literal(tools.call_end)}",
         )
         for i, tool in enumerate(callable_tools)
@@ -48,9 +48,9 @@ def element_grammar(
 class _Elements:
     """Writes the rules of one tool's elements."""
 
-    def __init__(self, tools: ElementFormat, parameters: Any, rules: Rules) -> None:
+    def __init__(self, tools: ElementFormat, tool: CallableTool, rules: Rules) -> None:
         self._prefix = tools.prefix
-        self._parameters = parameters
+        self._tool = tool
         self._rules = rules
 
     def members(self, schema: Any, name: str, depth: int) -> str:
@@ -79,6 +79,7 @@ class _Elements:
         if depth < _MAX_DEPTH and isinstance(items, Mapping):
             item = self._element("item", items, f"{name}-item", depth + 1)
             return f"(gap {item})* gap {literal(close)}"
-        shown = alone(cast("Mapping[str, Any]", schema), self._parameters)
-        writer = SchemaWriter(read_schema(shown), self._rules, prefix=f"{name}-")
+        shown = alone(cast("Mapping[str, Any]", schema), self._tool.parameters)
+        document = read_schema(shown, f"{self._tool.name}#")
+        writer = SchemaWriter(document, self._rules, prefix=f"{name}-")
         return f"{writer.add(writer.root, f'{name}-value')} {literal(close)}"

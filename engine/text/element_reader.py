@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from engine.text.call_piece import CallPiece, escaped, json_of
+from engine.text.call_piece import CallPiece, StepReader, escaped, json_of
 from engine.text.chat_format import ElementFormat
 from engine.text.parameter_kinds import ParameterKinds, may_be_text, part_of
 from engine.text.tape import Marks, Tape
@@ -41,10 +41,11 @@ class _Place(Enum):
     CLOSING = auto()
 
 
-class ElementReader:
+class ElementReader(StepReader):
     """Implements `engine.text.call_piece.SectionReader`."""
 
     def __init__(self, tools: ElementFormat, kinds: ParameterKinds, num_calls: int = 0) -> None:
+        super().__init__(num_calls)
         self._tools = tools
         self._kinds = kinds
         self._calls = Marks([tools.end, tools.call_start])
@@ -57,15 +58,6 @@ class ElementReader:
         self._elements: list[_Element] = []
         self._text_end = Marks([])
         self._is_text = False
-        self.num_calls = num_calls
-        self.is_done = False
-
-    def read(self, tape: Tape) -> list[CallPiece]:
-        """Reads as far as the tape tells, and returns what that added to calls."""
-        pieces: list[CallPiece] = []
-        while not self.is_done and self._step(tape, pieces):
-            pass
-        return pieces
 
     def _step(self, tape: Tape, pieces: list[CallPiece]) -> bool:
         match self._place:

@@ -11,7 +11,7 @@ import json
 import re
 from enum import Enum, auto
 
-from engine.text.call_piece import CallPiece, escaped
+from engine.text.call_piece import CallPiece, StepReader, escaped
 from engine.text.chat_format import PythonFormat
 from engine.text.tape import Marks, Tape
 
@@ -104,24 +104,16 @@ class _Place(Enum):
     END = auto()
 
 
-class PythonReader:
+class PythonReader(StepReader):
     """Implements `engine.text.call_piece.SectionReader`."""
 
     def __init__(self, tools: PythonFormat, num_calls: int = 0) -> None:
+        super().__init__(num_calls)
         self._end = Marks([tools.end])
         self._place = _Place.OPEN
         self._texts: list[str] = []
         self._value = PythonValue()
         self._num_arguments = 0
-        self.num_calls = num_calls
-        self.is_done = False
-
-    def read(self, tape: Tape) -> list[CallPiece]:
-        """Reads as far as the tape tells, and returns what that added to calls."""
-        pieces: list[CallPiece] = []
-        while not self.is_done and self._step(tape, pieces):
-            pass
-        return pieces
 
     def _step(self, tape: Tape, pieces: list[CallPiece]) -> bool:
         match self._place:

@@ -64,7 +64,9 @@ def _call(tools: TaggedFormat, tool: CallableTool, rules: Rules, name: str) -> s
     head += f"{_attributes(tools.head_end)} " if tools.head_end else ""
     tail = f" gap {literal(tools.call_end)}" if tools.call_end else ""
     if tools.parameter is None:
-        writer = SchemaWriter(read_schema(tool.parameters), rules, prefix=f"{name}-")
+        writer = SchemaWriter(
+            read_schema(tool.parameters, f"{tool.name}#"), rules, prefix=f"{name}-"
+        )
         arguments = writer.add(writer.root, f"{name}-arguments")
     else:
         arguments = _parameters(tools.parameter, tool, rules, name)
@@ -81,7 +83,7 @@ def _parameters(tags: ParameterTags, tool: CallableTool, rules: Rules, name: str
     properties = properties_of(parameters)
     required = required_of(parameters)
     rule_of = {
-        key: _parameter(tags, key, schema, parameters, rules, f"{name}-arg-{i}")
+        key: _parameter(tags, key, schema, tool, rules, f"{name}-arg-{i}")
         for i, (key, schema) in enumerate(properties.items())
     }
     musts = [rule for key, rule in rule_of.items() if key in required]
@@ -113,7 +115,7 @@ def _in_any_order(parts: Sequence[str], rules: Rules, name: str) -> str:
 
 
 def _parameter(
-    tags: ParameterTags, key: str, schema: Any, parameters: Any, rules: Rules, name: str
+    tags: ParameterTags, key: str, schema: Any, tool: CallableTool, rules: Rules, name: str
 ) -> str:
     head = literal(tags.start + key + tags.name_end)
     head += f" {_attributes(tags.head_end)}" if tags.head_end else ""
@@ -123,7 +125,8 @@ def _parameter(
         head += f" {literal(tags.kind_marks[is_json])}"
     if not is_json:
         return rules.add(name, f"{head} {until(tags.end, rules, 'text')}")
-    writer = SchemaWriter(read_schema(alone(schema, parameters)), rules, prefix=f"{name}-")
+    shown = read_schema(alone(schema, tool.parameters), f"{tool.name}#/properties/{key}")
+    writer = SchemaWriter(shown, rules, prefix=f"{name}-")
     value = writer.add(writer.root, f"{name}-value")
     return rules.add(name, f"{head} gap {value} gap {literal(tags.end)}")
 

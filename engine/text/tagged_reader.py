@@ -13,7 +13,7 @@ import json
 import re
 from enum import Enum, auto
 
-from engine.text.call_piece import CallPiece, escaped, json_of
+from engine.text.call_piece import CallPiece, StepReader, escaped, json_of
 from engine.text.chat_format import TaggedFormat
 from engine.text.json_parts import JsonEnd
 from engine.text.parameter_kinds import Kind, ParameterKinds
@@ -39,12 +39,13 @@ class _Place(Enum):
     END = auto()
 
 
-class TaggedReader:
+class TaggedReader(StepReader):
     """Implements `engine.text.call_piece.SectionReader`. `mark` is what opened the section."""
 
     def __init__(
         self, tools: TaggedFormat, kinds: ParameterKinds, mark: str, num_calls: int = 0
     ) -> None:
+        super().__init__(num_calls)
         self._tools = tools
         self._kinds = kinds
         self._calls = Marks([tools.end, tools.call_start])
@@ -72,15 +73,6 @@ class TaggedReader:
         self._is_verbatim = False
         self._json = JsonEnd()
         self._is_opening = False
-        self.num_calls = num_calls
-        self.is_done = False
-
-    def read(self, tape: Tape) -> list[CallPiece]:
-        """Reads as far as the tape tells, and returns what that added to calls."""
-        pieces: list[CallPiece] = []
-        while not self.is_done and self._step(tape, pieces):
-            pass
-        return pieces
 
     def _step(self, tape: Tape, pieces: list[CallPiece]) -> bool:
         match self._place:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from kvarts.v1 import common_pb2, generation_pb2, tokenization_pb2
 
+from engine.text.grammar.matcher import GrammarCompiler
 from service.defaults import GenerationDefaults
 from tests.contract.serving import GenerateRequest, failure, serving
 
@@ -74,6 +76,26 @@ async def test_what_is_malformed_names_the_field(request_: GenerateRequest, fiel
         failed = await failure(it.collect(request_))
     assert failed.reason == "INVALID_FIELD"
     assert failed.metadata["field"] == field
+
+
+async def test_grammars_are_compiled_where_they_hold_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiling: list[str] = []
+    compile_text = GrammarCompiler.compile
+
+    def watched(self: GrammarCompiler, text: str, **shown: Any) -> Any:
+        compiling.append(threading.current_thread().name)
+        return compile_text(self, text, **shown)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", watched)
+    async with serving() as it:
+        await it.collect(GenerateRequest(text="x", grammar='root ::= "a"', max_tokens=1))
+        await it.collect(GenerateRequest(text="x", json_schema="{}", max_tokens=1))
+        await it.collect(chat_request(json_schema="{}"))
+    assert len(compiling) == 3
+    # Neither the loop that answers calls, nor the thread that runs steps.
+    assert not {threading.main_thread().name, "engine"} & set(compiling)
 
 
 async def test_a_trigger_token_must_exist() -> None:

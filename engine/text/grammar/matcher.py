@@ -21,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from engine.constraint import BoolArray
-from engine.errors import BadGrammar, GrammarDeadEnd
+from engine.errors import BadGrammar, BadSchema, GrammarDeadEnd
 from engine.text.grammar.gbnf import parse_gbnf
 from engine.text.grammar.lark import to_lark
 
@@ -88,6 +88,17 @@ class GrammarCompiler:
         return self._kept(
             self._grammars, (text, shown), _MAX_GRAMMARS, lambda: self._compile(text, shown)
         )
+
+    def compile_schema(self, text: str, *, shown: frozenset[int] = frozenset()) -> CompiledGrammar:
+        """Compiles a grammar that was written for a schema, whose faults are then the schema's.
+
+        Raises:
+            BadSchema: The whole of it is too complex.
+        """
+        try:
+            return self.compile(text, shown=shown)
+        except BadGrammar as error:
+            raise BadSchema("#", error.detail) from error
 
     def _compile(self, text: str, shown: frozenset[int]) -> CompiledGrammar:
         grammar = parse_gbnf(

@@ -182,11 +182,11 @@ class SchemaWriter:
         return self._builtin("string", rule_name)
 
     def _pattern(self, schema: Text, rule_name: str) -> str:
-        before = self.rules.copy()
+        mark = self.rules.mark()
         try:
             return self._rule(rule_name, pattern_rule(schema.pattern, rule_name, self.rules))
         except UnsupportedPattern:
-            self.rules = before
+            self.rules.undo(mark)
             self._ignored.append(Ignored(schema.path, "pattern"))
             return self._rule(rule_name, self.rules.add_builtin("string"))
         except InvalidPattern as error:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
+from engine.text.grammar.gbnf import MAX_REPETITION
 from engine.text.grammar.nodes import Chars, Interval
 from engine.text.grammar.schema_rules import Rules, class_char, repetition
 
@@ -171,6 +172,8 @@ class _PatternWriter:
             self._unsupported("no value in curly brackets")
         if low > _MAX_COUNT or (high is not None and high > _MAX_COUNT):
             self._unsupported("too large a value in curly brackets")
+        if low > MAX_REPETITION:
+            self._invalid(f"{low} repetitions, more than {MAX_REPETITION}")
         if high is not None and high < low:
             self._invalid(f"a repetition from {low} to {high}")
         return low, high

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 from engine.errors import BadSchema
+from engine.text.grammar.gbnf import MAX_REPETITION
 from engine.text.grammar.schema_nodes import (
     AllOf,
     AnyOf,
@@ -73,17 +74,18 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
 _Members = Mapping[str, Any]
 
 
-def read_schema(schema: Any) -> Document:
+def read_schema(schema: Any, at: str = "#") -> Document:
     """Reads a schema.
 
     Args:
         schema: What the JSON text holds.
+        at: Where it stands, for what is refused.
 
     Raises:
         BadSchema: It is malformed, refers to nothing, or is too large; names path and keyword.
     """
     reader = _Reader(schema)
-    root = reader.read(schema, "#", 0)
+    root = reader.read(schema, at, 0)
     return Document(root, reader.targets, tuple(reader.ignored))
 
 
@@ -234,23 +236,22 @@ class _Reader:
             )
         self._pass_over(members, path, "type", key or "items", "minItems", "maxItems")
         child = AnyValue() if key is None else self.read(members[key], f"{path}/{key}", depth + 1)
-        low = _count(members, "minItems", path)
-        return List(child, low or 0, _count(members, "maxItems", path))
+        # The first item stands before what is repeated.
+        low, high = _counts(members, "Items", path, num_before=1)
+        return List(child, low, high)
 
     def _text(self, members: _Members, path: str) -> Schema:
         pattern = members.get("pattern", "")
         if not isinstance(pattern, str):
             _fail(path, "pattern must be a string")
         name = self._format(members, path)
-        if pattern:
-            known = ["pattern"]
-        elif name:
-            known = ["format"]
-        else:
-            known = ["minLength", "maxLength"]
-        self._pass_over(members, path, "type", *known)
-        low = _count(members, "minLength", path)
-        return Text(pattern, name, low or 0, _count(members, "maxLength", path), path)
+        if pattern or name:
+            self._pass_over(members, path, "type", "pattern" if pattern else "format")
+            low = _count(members, "minLength", path)
+            return Text(pattern, name, low or 0, _count(members, "maxLength", path), path)
+        self._pass_over(members, path, "type", "minLength", "maxLength")
+        low, high = _counts(members, "Length", path)
+        return Text("", "", low, high, path)
 
     def _format(self, members: _Members, path: str) -> str:
         name = members.get("format", "")
@@ -313,6 +314,25 @@ def _strings(value: Any) -> set[str]:
     if not isinstance(value, list):
         return set()
     return {item for item in cast("list[Any]", value) if isinstance(item, str)}
+
+
+def _counts(
+    members: _Members, what: str, path: str, *, num_before: int = 0
+) -> tuple[int, int | None]:
+    """Returns how many of something there are, as far as a grammar can repeat it.
+
+    So many stand before what is repeated; where no more may follow, the least number is passed
+    over, as the peer does.
+    """
+    low = _count(members, f"min{what}", path) or 0
+    high = _count(members, f"max{what}", path)
+    if high is not None and high <= num_before:
+        return low, high
+    if low > MAX_REPETITION + num_before:
+        _fail(path, f"min{what} {low} is more than {MAX_REPETITION + num_before}")
+    if high is not None and low > high:
+        _fail(path, f"min{what} {low} is more than max{what} {high}")
+    return low, high
 
 
 def _count(members: _Members, key: str, path: str) -> int | None:

@@ -90,11 +90,14 @@ class Rules:
                 self.add_builtin(needed)
         return added
 
-    def copy(self) -> Rules:
-        """Returns rules that can be changed apart from these."""
-        twin = Rules()
-        twin._texts = dict(self._texts)
-        return twin
+    def mark(self) -> int:
+        """Returns a place to go back to."""
+        return len(self._texts)
+
+    def undo(self, mark: int) -> None:
+        """Takes away what was added since a mark."""
+        while len(self._texts) > mark:
+            self._texts.popitem()
 
     def write(self) -> str:
         """Returns the grammar, rules sorted by name."""

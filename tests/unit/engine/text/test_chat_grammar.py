@@ -148,6 +148,29 @@ def test_a_keyword_without_a_grammar_is_passed_over_only_if_asked():
         answer_grammar(schema, None, is_open=False, is_strict=True)
 
 
+_NO_GRAMMAR_FOR_IT = {"type": "object", "properties": {"n": {"type": "string", "pattern": "^\\d$"}}}
+
+
+def test_a_pattern_that_is_passed_over_takes_no_rule_with_it():
+    answer = answer_grammar(_NO_GRAMMAR_FOR_IT, None, is_open=False, is_strict=False)
+    assert matches(compiled(answer), '{"n": "no digit"}')
+    tools = BY_NAME["hermes"].tools
+    assert tools is not None
+    call = '<tool_call>{"name": "w", "arguments": {"n": "no digit"}}</tool_call>'
+    grammar = call_grammar(tools, [CallableTool("w", _NO_GRAMMAR_FOR_IT)], parallel=False)
+    assert matches(compiled(grammar), call)
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3-coder", "minimax-m3"])
+def test_a_fault_of_a_tool_names_the_tool(family: str):
+    tools = BY_NAME[family].tools
+    assert tools is not None
+    broken = CallableTool("broken", {"type": "object", "properties": {"n": {"type": "odd"}}})
+    with pytest.raises(BadSchema, match="unrecognized type odd") as raised:
+        call_grammar(tools, [*TOOLS, broken], parallel=False)
+    assert raised.value.path.startswith("broken#")
+
+
 def test_one_call_or_several():
     tools = BY_NAME["hermes"].tools
     assert tools is not None

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadGrammar, BadSchema
+from engine.text.grammar.matcher import GrammarCompiler
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
-from tests.unit.engine.text.grammar.spelling import compiled, matches
+from tests.unit.engine.text.grammar.spelling import SpellingTokenizer, compiled, matches
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
 TREE = {
@@ -173,6 +174,12 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$ref": "#/a/9", "a": []}, "#", "9 is out of range"),
     ({"$ref": "http://x"}, "#", "only references into the same document"),
     ({"type": "array", "minItems": -1}, "#", "minItems must be a non-negative integer"),
+    # What GBNF could not repeat: its line would say nothing to who wrote a schema.
+    ({"items": {"type": "string", "minLength": 2001}}, "#/items", "2001 is more than 2000"),
+    ({"minLength": 5, "maxLength": 3}, "#", "minLength 5 is more than maxLength 3"),
+    ({"type": "array", "minItems": 2002}, "#", "minItems 2002 is more than 2001"),
+    ({"type": "array", "minItems": 5, "maxItems": 3}, "#", "more than maxItems 3"),
+    ({"type": "string", "pattern": "^a{2001}$"}, "#", "2001 repetitions, more than 2000"),
     ({"type": "string", "pattern": "^(a$"}, "#", "unbalanced parentheses"),
     ({"type": "string", "pattern": "^*$"}, "#", "nothing to repeat"),
     ({"type": "string", "format": 1}, "#", "format must be a string"),
@@ -187,6 +194,22 @@ def test_refusals_name_the_path(schema: Any, path: str, problem: str):
         schema_to_gbnf(schema)
     assert raised.value.path == path
     assert problem in str(raised.value)
+
+
+def test_what_is_too_complex_as_a_whole_is_the_schemas_fault():
+    pattern = f"^({'(' * 99}a{')' * 99}{{2000}})$"
+    grammar = schema_to_gbnf({"items": {"pattern": pattern}}).grammar
+    with pytest.raises(BadSchema, match="too deeply nested") as raised:
+        GrammarCompiler(SpellingTokenizer()).compile_schema(grammar)
+    assert raised.value.path == "#"
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "minItems": 9, "maxItems": 0}, {"minLength": 9, "maxLength": 0}]
+)
+def test_a_least_number_above_nothing_is_passed_over_as_in_the_peer(schema: Any):
+    text = "[]" if "minItems" in schema else '""'
+    assert matches(compiled(schema_to_gbnf(schema).grammar), text)
 
 
 IGNORED: list[tuple[Any, str, str]] = [
