@@ -331,6 +331,7 @@ class Engine:
             is_over = self._stop_at_s is not None and not self._scheduler.has_work
             is_over = is_over and not self._inbox and not self._scheduler.num_transfers
         self.rebuilds.tell()
+        self._scheduler.tell()
         if events:
             self._sink(events)
         return not is_over

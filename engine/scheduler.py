@@ -17,6 +17,7 @@ from engine.generation import Ending
 from engine.memory.pages import PageAllocator
 from engine.pooling import StatePooling
 from engine.scheduling.admission import Admission, AdmissionParts
+from engine.scheduling.answers import Answers
 from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.faults import NonFiniteLogits, not_finite
 from engine.scheduling.ledger import Ledger
@@ -45,8 +46,10 @@ class Scheduler:
         self._shifts = Shifts(self._room, table, parts.tokenizer, is_on=parts.shifts)
         self._queue = WaitingQueue()
         self._rows: dict[str, Row] = {}
-        self._erasures = Erasures(table)
-        self._transfers = Transfers(parts.for_transfers(self._empty_all), table, self._room)
+        self._answers = Answers()
+        self._erasures = Erasures(table, self._answers)
+        transfers = parts.for_transfers(self._empty_all)
+        self._transfers = Transfers(transfers, table, self._room, self._answers)
         self.adapter_changes = AdapterChanges(parts.adapters, self.num_users)
         self._ledger = Ledger()
         self._admission = Admission(
@@ -104,6 +107,10 @@ class Scheduler:
     def take_events(self) -> list[tuple[str, Event]]:
         """Returns the events since the last call, oldest first."""
         return self._ledger.take_events()
+
+    def tell(self) -> None:
+        """Answers whose slot was saved, restored or erased, now that the snapshot shows it."""
+        self._answers.tell()
 
     def submit(self, request: Request, submitted_s: float, save: Save | None = None) -> None:
         """Queues a valid request whose id is not in use; a warming one with what it is for."""

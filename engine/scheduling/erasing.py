@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from engine.errors import SlotBusy, SlotContentNotFound
+from engine.scheduling.answers import Answers
 from engine.slots.table import Slot, SlotTable
 
 
@@ -32,8 +33,9 @@ class Erasure:
 class Erasures:
     """The erases that wait for their slots."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SlotTable, answers: Answers) -> None:
         self._table = table
+        self._answers = answers
         self._waiting: list[Erasure] = []
 
     def __len__(self) -> int:
@@ -73,4 +75,4 @@ class Erasures:
             return
         tokens = len(slot.tokens)
         pages = self._table.erase(slot)
-        erasure.done.set_result(ErasedSlot(slot.slot_id, tokens, pages))
+        self._answers.keep(erasure.done, ErasedSlot(slot.slot_id, tokens, pages))

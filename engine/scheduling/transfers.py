@@ -13,6 +13,7 @@ from functools import partial
 
 from engine.adapters.effective import split_key
 from engine.errors import SlotBusy, SlotContentNotFound
+from engine.scheduling.answers import Answers
 from engine.scheduling.reading import KeptMarks, Reading
 from engine.scheduling.restoring import Target, TransferParts
 from engine.scheduling.room import Room
@@ -41,10 +42,13 @@ from engine.types import SlotState
 class Transfers:
     """The saves and restores of one slot table."""
 
-    def __init__(self, parts: TransferParts, table: SlotTable, room: Room) -> None:
+    def __init__(
+        self, parts: TransferParts, table: SlotTable, room: Room, answers: Answers
+    ) -> None:
         self._parts = parts
         self._table = table
         self._room = room
+        self._answers = answers
         self._waiting: list[Save | Restore] = []
         self._running: set[Save | Restore] = set()
 
@@ -155,9 +159,9 @@ class Transfers:
             then(isinstance(outcome, SavedSlot))
         if isinstance(outcome, SavedSlot):
             if is_wanted(save_):
-                save_.done.set_result(outcome)
+                self._answers.keep(save_.done, outcome)
         elif not isinstance(outcome, TransferStopped):
-            fail(save_, self._parts.as_engine_error(outcome))
+            self._fail(save_, self._parts.as_engine_error(outcome))
 
     # Restoring.
 
@@ -183,7 +187,7 @@ class Transfers:
         target.give_back()
         slot.state = SlotState.IDLE
         if not isinstance(error, TransferStopped):
-            fail(wish, self._parts.as_engine_error(error))
+            self._fail(wish, self._parts.as_engine_error(error))
 
     def _commit(
         self, slot: Slot, wish: Restore, target: Target, restored: VerifiedSlot, began_s: float
@@ -196,19 +200,22 @@ class Transfers:
             self._parts.watched(partial(target.commit, restored))
         except Exception as error:
             target.give_back()
-            wish.done.set_exception(self._parts.as_engine_error(error))
+            self._answers.keep_error(wish.done, self._parts.as_engine_error(error))
             return
         finally:
             slot.state = SlotState.IDLE
-        wish.done.set_result(
-            RestoredSlot(
-                slot.slot_id,
-                len(restored.tokens),
-                restored.size_bytes,
-                self._parts.clock() - began_s,
-                restored.scales,
-            )
+        done = RestoredSlot(
+            slot.slot_id,
+            len(restored.tokens),
+            restored.size_bytes,
+            self._parts.clock() - began_s,
+            restored.scales,
         )
+        self._answers.keep(wish.done, done)
+
+    def _fail(self, wish: Save | Restore, error: Exception) -> None:
+        if is_wanted(wish):
+            self._answers.keep_error(wish.done, error)
 
 
 def busy(slot: Slot) -> SlotBusy:

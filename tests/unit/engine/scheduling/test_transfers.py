@@ -520,3 +520,36 @@ def test_pools_that_are_lost_while_room_is_made_for_a_file_are_empty(tmp_path: P
     longer = (*some_prompt(40, 1), B)
     assert it.run(ask_in("b", longer)) == solo(longer, 5)
     assert it.drive.started("b").cached_tokens == 0
+
+
+def test_who_hears_of_an_outcome_finds_it_in_the_snapshot(tmp_path: Path):
+    it = Transfers(tmp_path)
+    it.run(ask_in("a", some_prompt(20)))
+    seen: list[tuple[str, SlotState, int]] = []
+
+    def look(what: str, slot_id: int) -> Callable[[object], None]:
+        def told(_: object) -> None:
+            slot = it.engine.snapshot().slots[slot_id]
+            seen.append((what, slot.state, slot.held_tokens))
+
+        return told
+
+    save = save_wish(it.store, 0, NAME)
+    save.done.add_done_callback(look("save", 0))
+    it.engine.transfer_slot(save)
+    it.wait(save.done)
+    for what, name in (("restore", NAME), ("refused", "missing")):
+        restore = restore_wish(it.store, 1, name)
+        restore.done.add_done_callback(look(what, 1))
+        it.engine.transfer_slot(restore)
+        with contextlib.suppress(SlotFileNotFound):
+            it.wait(restore.done)
+    erase = it.engine.erase_slot(0)
+    erase.add_done_callback(look("erase", 0))
+    it.wait(erase)
+    assert seen == [
+        ("save", SlotState.IDLE, 24),
+        ("restore", SlotState.IDLE, 24),
+        ("refused", SlotState.IDLE, 24),
+        ("erase", SlotState.IDLE, 0),
+    ]
