@@ -35,6 +35,7 @@ def describe(
         queued=scheduler.num_waiting,
         queue_limit=queue_limit,
         counters=scheduler.counters,
+        host_cache_bytes=table.index.host_tier.used.total,
     )
 
 

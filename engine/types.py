@@ -461,7 +461,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What lists and metrics read; published whole after each step, never changed."""
+    """What lists and metrics read; published whole after each step, never changed.
+
+    `host_cache_bytes` are those of prefixes that lost their place on the device, books included.
+    """
 
     slots: tuple[SlotInfo, ...]
     pools: tuple[PoolInfo, ...]
@@ -472,6 +475,7 @@ class Snapshot:
     step_times: StepTimes = field(default_factory=StepTimes)
     adapters: tuple[AdapterInfo, ...] = ()
     experts: ExpertFigures | None = None
+    host_cache_bytes: int = 0
     is_asleep: bool = False
 
 

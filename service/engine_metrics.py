@@ -42,6 +42,11 @@ class EngineCollector(Collector):
         yield from _adapter_families(snapshot.adapters)
         yield _step_family(snapshot.step_times)
         yield from _pool_families(snapshot.pools)
+        yield _gauge(
+            "host_cache_bytes",
+            "Host memory of prefixes that lost their place in the pools.",
+            snapshot.host_cache_bytes,
+        )
         if snapshot.experts is not None:
             yield from _expert_families(snapshot.experts)
 

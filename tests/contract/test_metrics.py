@@ -289,6 +289,7 @@ TYPES = {
     "requests_queued": "gauge",
     "pool_units": "gauge",
     "pool_bytes": "gauge",
+    "host_cache_bytes": "gauge",
     "adapters_loaded": "gauge",
     "adapter_bytes": "gauge",
     "adapter_rank": "gauge",

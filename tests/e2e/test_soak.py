@@ -16,6 +16,7 @@ from engine.gguf.reader import GgufFile
 from engine.model.adapter_banks import adapted_shapes
 from engine.model.architectures import read_spec
 from tests.adapters import TinyAdapter, write_adapter
+from tests.soak.counters import fallen, read_counters
 from tests.soak.judge import MIB, Sample, Usage, faults, hourly, quarters, table
 from tests.soak.processes import descendants, usage
 
@@ -31,7 +32,8 @@ def _flat() -> list[Sample]:
         rss = 400 * MIB + min(at, 600) * MIB // 10 + i % 7 * 5 * MIB
         service = Usage(rss, files=20 + i % 5, threads=36 + i % 3)
         gateway = Usage(60 * MIB + i % 4 * MIB, files=21 + i % 6, threads=9)
-        samples.append(Sample(at, service, gateway, compiles=30, done=i, latency_ms=100.0))
+        sample = Sample(at, service, gateway, compiles=30, host_cache=MIB, done=i, latency_ms=100.0)
+        samples.append(sample)
     return samples
 
 
@@ -107,6 +109,27 @@ def test_growth_is_told_by_the_hour_and_in_the_table() -> None:
     lines = table(samples).splitlines()
     assert len(lines) == 1 + len(samples) + 4 + 1
     assert lines[4].endswith(" -")
+
+
+def test_a_counter_that_falls_is_found_and_a_gauge_may() -> None:
+    scrape = """# HELP kvarts_steps_total Engine steps.
+# TYPE kvarts_steps_total counter
+kvarts_steps_total {steps}
+# TYPE kvarts_step_seconds histogram
+kvarts_step_seconds_bucket{{le="1.0"}} {bucket}
+# TYPE kvarts_requests_running gauge
+kvarts_requests_running {running}
+# TYPE llamacpp:tokens_second counter
+llamacpp:tokens_second {running}
+"""
+    before = read_counters(scrape.format(steps=7, bucket=5, running=3))
+    assert before == {"kvarts_steps_total": 7, 'kvarts_step_seconds_bucket{le="1.0"}': 5}
+    assert fallen(before, read_counters(scrape.format(steps=7, bucket=6, running=1))) == []
+    lower = read_counters(scrape.format(steps=6.5, bucket=5, running=3))
+    assert fallen(before, lower) == ["kvarts_steps_total fell from 7 to 6.5"]
+    assert fallen(before, {"kvarts_steps_total": 7}) == [
+        'kvarts_step_seconds_bucket{le="1.0"} fell from 5 to nan'
+    ]
 
 
 def test_what_this_process_holds_is_read(tmp_path: Path) -> None:

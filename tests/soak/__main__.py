@@ -23,13 +23,14 @@ def main() -> int:
     parser.add_argument("--lora", type=Path, required=True, help="an adapter of it")
     parser.add_argument("--minutes", type=float, default=45.0, help="default: 45, of check 32")
     parser.add_argument("--sample-seconds", type=float, default=10.0)
+    parser.add_argument("--cache-ram", type=int, default=8, help="MiB, as the server takes it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         flags = (
             *("-m", str(options.model), "--lora", str(options.lora), "--port", "0"),
             *("--grpc-port", "0", "-np", str(_NUM_SLOTS), "-c", str(_NUM_SLOTS * 512)),
             # So little that it is full before the second quarter: a cache that fills is no leak.
-            *("--cache-ram", "8"),
+            *("--cache-ram", str(options.cache_ram)),
             *("--embeddings", "--pooling", "mean", "--metrics", "--slot-save-path", folder),
         )
         with running("kvarts-server", *flags) as program:

@@ -30,6 +30,8 @@ class Sample:
     gateway: Usage
     compiles: int
     """Programs compiled so far, those of rebuilds left out."""
+    host_cache: int
+    """Bytes of prefixes that the service keeps in host memory, as its gauge tells."""
     done: int
     """Requests that ended so far."""
     latency_ms: float
@@ -105,7 +107,10 @@ def hourly(samples: Sequence[Sample], read: Callable[[Sample], float]) -> float:
 
 def table(samples: Sequence[Sample]) -> str:
     """All samples, a row each, and the medians of the quarters below."""
-    head = "   at s  service MiB files thr  gateway MiB files thr  compiles   done  median ms"
+    head = (
+        "   at s  service MiB files thr  gateway MiB files thr  cached MiB  compiles   done"
+        "  median ms"
+    )
     rows = [_row(f"{s.at:7.0f}", [s]) for s in samples]
     parts = [_row(f"     Q{i}", part) for i, part in enumerate(quarters(samples), 1) if part]
     rates = ", ".join(
@@ -125,5 +130,6 @@ def _row(label: str, samples: Sequence[Sample]) -> str:
         f" {middle(lambda s: s.service.files):5.0f} {middle(lambda s: s.service.threads):3.0f}"
         f"  {middle(lambda s: s.gateway.rss / MIB):11.1f}"
         f" {middle(lambda s: s.gateway.files):5.0f} {middle(lambda s: s.gateway.threads):3.0f}"
+        f"  {middle(lambda s: s.host_cache / MIB):10.1f}"
         f"  {middle(lambda s: s.compiles):8.0f} {samples[-1].done:6d}  {latency}"
     )

@@ -96,9 +96,12 @@ def test_pages_that_only_the_index_holds_are_cached_and_go_first() -> None:
 
 def test_the_host_gives_back_what_the_pool_had_no_room_for() -> None:
     drive = Drive(num_slots=1, kv_pages=16, context_tokens=64, host_cache_bytes=None)
+    assert drive.engine.snapshot().host_cache_bytes == 0
     for name, token in (("a", A), ("b", B), ("c", A + 2)):
         drive.engine.submit(ask(name, [token] * 40, 1))
         drive.rest()
+    # Of three prompts of 10 pages the pool has room for 16 pages.
+    assert drive.engine.snapshot().host_cache_bytes > 14 * NODE_BYTES
     drive.engine.submit(ask("again", [A] * 40))
     drive.rest()
     started = drive.started("again")
@@ -112,6 +115,7 @@ def test_the_host_is_bounded() -> None:
     for turn in range(6):
         drive.engine.submit(ask(f"r{turn}", [A + turn] * 28, 1))
         drive.rest()
+        assert drive.engine.snapshot().host_cache_bytes <= limit
     drive.engine.submit(ask("again", [A] * 28))
     drive.rest()
     assert drive.started("again").cached_tokens == 0
