@@ -48,6 +48,9 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED}
 
 
+Answer = str | list[int]
+
+
 class Lost(Exception):
     """An answer that did not come, or not to its end; the message says how."""
 
@@ -72,7 +75,7 @@ class Door(ABC):
         self.on_token: Callable[[], None] = lambda: None
         self.lost = Counter[str]()
 
-    async def answer(self, job: Job, session: str) -> list[int]:
+    async def answer(self, job: Job, session: str) -> Answer:
         """Asks until the whole answer has come, as a client with retry does."""
         wait_s = _FIRST_WAIT_S
         for _ in range(_MOST_TRIES):
@@ -91,18 +94,28 @@ class Door(ABC):
         self.on_token()
 
     @abstractmethod
-    async def _answer(self, job: Job, session: str) -> list[int]: ...
+    def of(self, whole: dict[str, Any]) -> Answer:
+        """What this door gives of a whole answer of `POST /completion`."""
+
+    @abstractmethod
+    async def _answer(self, job: Job, session: str) -> Answer: ...
 
 
 class Http(Door):
-    """Server-sent events of `POST /completion`."""
+    """Server-sent events of `POST /completion`, by their text.
+
+    A stream names no token whose text ends within a character, as the peer's does not.
+    """
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         super().__init__()
         self.http = http
 
-    async def _answer(self, job: Job, session: str) -> list[int]:
-        tokens: list[int] = []
+    def of(self, whole: dict[str, Any]) -> Answer:
+        return whole["content"]
+
+    async def _answer(self, job: Job, session: str) -> Answer:
+        text = ""
         try:
             async with self.http.stream(
                 "POST", "/completion", json=_body(job, stream=True), headers={_SESSION: session}
@@ -114,9 +127,9 @@ class Http(Door):
                     event = json.loads(line.removeprefix("data: ")) if line else {}
                     if "error" in event:
                         raise Lost(f"event {event['error']['type']}")
-                    tokens += event.get("tokens", [])
+                    text += event.get("content", "")
                     if event.get("stop"):
-                        return tokens
+                        return text
                     self._seen(session)
         except httpx.TransportError as error:
             raise Lost(type(error).__name__) from error
@@ -131,7 +144,10 @@ class Rpc(Door):
         self._stub = generation_pb2_grpc.GenerationServiceStub(channel)
         self.slots = slot_pb2_grpc.SlotServiceStub(channel)
 
-    async def _answer(self, job: Job, session: str) -> list[int]:
+    def of(self, whole: dict[str, Any]) -> Answer:
+        return whole["tokens"]
+
+    async def _answer(self, job: Job, session: str) -> Answer:
         request = generation_pb2.GenerateRequest(
             tokens=common_pb2.TokenIds(ids=job.prompt),
             sampling=generation_pb2.SamplingParams(temperature=1, seed=job.seed),
@@ -256,13 +272,13 @@ async def fleet(start: Start, tmp_path: Path) -> AsyncGenerator[Fleet]:
         yield Fleet(front, replicas, Http(http), Rpc(channel))
 
 
-async def _lone(replica: Replica, job: Job) -> list[int]:
+async def _lone(replica: Replica, job: Job) -> dict[str, Any]:
     reply = await replica.http.post("/completion", json=_body(job, cache_prompt=False))
     assert reply.status_code == 200, reply.text
-    return reply.json()["tokens"]
+    return reply.json()
 
 
-async def _session_of(door: Door, session: str, jobs: Sequence[Job]) -> list[list[int]]:
+async def _session_of(door: Door, session: str, jobs: Sequence[Job]) -> list[Answer]:
     return [await door.answer(job, session) for job in jobs]
 
 
@@ -289,7 +305,10 @@ async def test_a_killed_replica_costs_no_answer_and_its_slots_move(fleet: Fleet)
         for session in sessions
     }
     survivor = fleet.replicas[(victim + 1) % _REPLICAS]
-    alone = {key: [await _lone(survivor, job) for job in jobs] for key, jobs in work.items()}
+    alone = {
+        (door, session): [door.of(await _lone(survivor, job)) for job in jobs]
+        for (door, session), jobs in work.items()
+    }
 
     def kill_amid_both() -> None:
         cut = [{one for one in door.streaming if owners[door][one] == victim} for door in owners]
@@ -321,7 +340,7 @@ async def test_a_killed_replica_costs_no_answer_and_its_slots_move(fleet: Fleet)
     longer = Job([*held.prompt, *first.json()["tokens"], 9], 7)
     warm = await fleet.http.http.post("/completion", json=_body(longer, id_slot=0), headers=headers)
     assert warm.json()["timings"]["cache_n"] == 300 + 7
-    assert warm.json()["tokens"] == await _lone(heir, longer)
+    assert warm.json()["tokens"] == (await _lone(heir, longer))["tokens"]
 
     mover = next(one for one, owner in owners[fleet.rpc].items() if owner == victim)
     request = slot_pb2.RestoreSlotRequest(slot_id=1, filename="moves")
