@@ -380,9 +380,18 @@ def from_slot(slot: SlotInfo) -> slot_pb2.Slot:
         remaining_tokens=slot.remaining_tokens if slot.remaining_tokens >= 0 else None,
         has_new_line=slot.has_new_line,
         task_id=slot.task_id if request else None,
-        settings=from_settings(request) if request else None,
+        settings=_without_texts(from_settings(request)) if request else None,
         annotation=request.annotation if request else "",
     )
+
+
+def _without_texts(
+    settings: generation_pb2.GenerationSettings,
+) -> generation_pb2.GenerationSettings:
+    """A list is for everybody; what a request says is for its client alone."""
+    settings.ClearField("stop")
+    settings.sampling.ClearField("dry_sequence_breakers")
+    return settings
 
 
 def from_pool(pool: PoolInfo) -> rebuild_pb2.Pool:

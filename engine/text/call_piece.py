@@ -34,6 +34,9 @@ class SectionReader(Protocol):
 class StepReader(ABC):
     """Implements `SectionReader` by steps, each from one place of the format to the next."""
 
+    num_calls: int
+    is_done: bool
+
     def __init__(self, num_calls: int) -> None:
         self.num_calls = num_calls
         self.is_done = False

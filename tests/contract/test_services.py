@@ -204,7 +204,9 @@ async def test_slots_show_what_they_run_and_what_they_ran() -> None:
     assert running[2].state == slot_pb2.SLOT_STATE_DECODE
     assert (running[2].decoded_tokens, running[2].remaining_tokens) == (1, 2)
     assert (running[2].request_id, running[2].annotation) == ("mine", "note")
-    assert running[2].settings.stop == ["zz"]
+    # What a client says is in no list.
+    assert not running[2].settings.stop
+    assert not running[2].settings.sampling.HasField("dry_sequence_breakers")
     assert not running[0].HasField("task_id")
     assert not running[0].HasField("settings")
     assert idle[2].state == slot_pb2.SLOT_STATE_IDLE

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.conftest import Start, healthy, http_client
@@ -273,61 +272,3 @@ async def test_10_kib_cost_little_before_they_are_admitted(target: Program, name
         ordinary_s = (sum(map(_cpu_s, _processes(target))) - before) / rounds
     # Beside what an ordinary request of one token costs.
     assert used_s - ordinary_s <= 0.1, f"{used_s} s of a processor"
-
-
-def _canaries() -> dict[str, str]:
-    return {name: f"canary-{name}-5f3a" for name in ("prompt", "key", "schema", "name", "stop")}
-
-
-async def _use_everything(session: httpx.AsyncClient, told: dict[str, str]) -> list[str]:
-    """Every kind of call with something secret in it; returns the answers to what is refused."""
-    schema = {"type": "object", "properties": {told["schema"]: {"type": "boolean"}}}
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("/completion", {"prompt": told["prompt"], "n_predict": 2, "stop": [told["stop"]]}),
-        ("/completion", {"prompt": told["prompt"], "n_predict": 2, "json_schema": schema}),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": told["prompt"]}], "max_tokens": 2},
-        ),
-        ("/tokenize", {"content": told["prompt"]}),
-        ("/apply-template", {"messages": [{"role": "user", "content": told["prompt"]}]}),
-        ("/slots/0?action=save", {"filename": told["name"]}),
-        ("/slots/0?action=restore", {"filename": told["name"]}),
-    ]
-    for path, body in calls:
-        answer = await session.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-    refused: list[tuple[str, dict[str, Any]]] = [
-        ("/slots/0?action=restore", {"filename": f"{told['name']}-none"}),
-        ("/completion", {"prompt": told["prompt"] * 3000}),
-        ("/completion", {"prompt": told["prompt"], "grammar": "root ::= missing"}),
-        ("/embedding", {"content": told["prompt"]}),
-    ]
-    answers: list[str] = []
-    for path, body in refused:
-        answer = await session.post(path, json=body)
-        assert answer.status_code >= 400
-        answers.append(answer.text)
-    return answers
-
-
-async def test_nothing_that_clients_send_is_told_to_others(start: Start, tmp_path: Path) -> None:
-    told = _canaries()
-    folder = tmp_path / "saved-slots"
-    folder.mkdir()
-    flags = ("-lv", "10", "--metrics", "--api-key", told["key"])
-    with start(*flags, "--slot-save-path", str(folder)) as program:
-        url = program.ready().http_url()
-        await healthy(url)
-        async with http_client(url, told["key"]) as session:
-            errors = await _use_everything(session, told)
-            seen = [(await session.get(path)).text for path in ("/slots", "/metrics", "/props")]
-        async with http_client(url, f"{told['key']}x") as stranger:
-            errors.append((await stranger.get("/slots")).text)
-        log = program.output.text()
-    for name, secret in told.items():
-        assert secret not in log, f"the {name} is in the log"
-        assert not any(secret in text for text in seen), f"the {name} is in a list"
-    # An error may repeat what its client sent, but names no place of this machine.
-    assert not any(str(tmp_path) in text or "/engine/" in text for text in errors)
-    assert not any("Traceback" in text or ".py" in text for text in errors)

@@ -4,17 +4,26 @@ time: a template that ran on would meet the timeout.
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from jinja2 import Template
 
 from engine.errors import TemplateError
 from engine.text.template_budget import Budget
 from engine.text.template_sandbox import TemplateSandbox
+from tests.unit.engine.text.watched_templates import MESSAGES
+
+_ROOT = Path(__file__).parents[4]
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -131,7 +140,39 @@ ESCAPES = [
     "{{ (range(3) | map('string')).gi_frame }}",
     "{{ missing._undefined_message }}",
     "{{ missing.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__.os }}",
+    "{{ lipsum.__globals__['os'] }}",
+    "{{ ''['\\x5f\\x5fclass\\x5f\\x5f'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ [''] | map('attr', '__class__') | list }}",
+    "{{ [''] | selectattr('__class__') | list }}",
+    "{{ [''] | sort(attribute='__class__') | map(attribute='__class__') | list }}",
+    "{{ '{a.__class__}'.format(a='') }}",
+    "{{ '{0.__init__.__globals__}'.format(range) }}",
+    "{{ '%(__class__)s' % {'a': 1} }}",
+    "{{ ''.format.__self__.__class__ }}",
+    "{{ messages.append.__self__.__class__ }}",
+    "{{ (1).real.__class__ }}",
+    "{{ namespace(a=1).__class__ }}",
+    "{{ namespace().__init__.__globals__['__builtins__'] }}",
+    "{% set a = ''.__class__ %}{% for k in a.__mro__ %}{{ k.__subclasses__() }}{% endfor %}",
+    "{% macro m() %}{{ caller.__globals__ }}{% endmacro %}{% call m() %}{% endcall %}",
+    "{{ self.__dict__ }}",
+    "{{ config.__class__.from_envvar.__globals__ }}",
+    "{{ url_for.__globals__.__builtins__['__import__']('os').system('id') }}",
 ]
+
+# What a request brings is data, and counted: see `watched_templates.EXTRA`.
+OF_REQUESTS: dict[str, str | None] = {
+    "{% for i in range(n) %}{% endfor %}": None,
+    "{{ messages[0].content * n }}": None,
+    "{{ messages[0][name] }}": "",
+    "{{ messages[0] | map(attribute=name) | list }}": "[Undefined, Undefined]",
+    "{{ namespace.__init__ }}": "",
+    "{{ __builtins__ | tojson }}": '{"open": "a"}',
+    "{{ messages[0].content }}": MESSAGES[0]["content"],
+}
 
 
 def fail(message: object) -> None:
@@ -139,6 +180,15 @@ def fail(message: object) -> None:
 
 
 SANDBOX = TemplateSandbox({"raise_exception": fail})
+
+
+def _write_template(path: Path, source: str) -> None:
+    writer = GGUFWriter(path, "llama")
+    writer.add_chat_template(source)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def render(source: str, **variables: Any) -> str:
@@ -237,6 +287,36 @@ class TestEscapes:
         watching = False
         assert not {"open", "exec", "compile", "import"} & set(seen)
         assert not any(event.startswith(("socket", "os.", "subprocess")) for event in seen)
+
+    @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+    @pytest.mark.timeout(240)
+    def test_templates_of_files_touch_nothing_and_cost_little(
+        self, tmp_path: Path, every: int
+    ) -> None:
+        escapes, others = ESCAPES[::every], (*UNAVAILABLE, *RUNAWAYS, *TOO_WIDE)[::every]
+        assert len(escapes) >= 40 // every
+        sources = [*escapes, *others, *OF_REQUESTS]
+        for i, source in enumerate(sources):
+            _write_template(tmp_path / f"{i:03d}.gguf", source)
+        module = "tests.unit.engine.text.watched_templates"
+        run = subprocess.run(
+            [sys.executable, "-m", module, str(tmp_path)],
+            cwd=_ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told = [json.loads(line) for line in run.stdout.splitlines()]
+        assert len(told) == len(sources)
+        for source, one in zip(sources, told, strict=True):
+            assert not one["events"], source
+            # Seconds of a processor, which no other process can take away.
+            assert one["used_s"] <= 1, source
+            assert one["grown"] <= 64 << 20, source
+        for source, one in zip(escapes, told, strict=False):
+            assert not re.search(r"class|<|module|uid=", one["shown"] or ""), source
+        assert [one["shown"] for one in told[-len(OF_REQUESTS) :]] == list(OF_REQUESTS.values())
 
     def test_threads_spend_their_own_budgets(self) -> None:
         long = SANDBOX.compile("{% for i in range(60000) %}x{% endfor %}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object") * 3 + ("strange",)
 _FORMATS = ("date", "time", "date-time", "uuid", "uuid5", "email", "")
@@ -20,10 +20,10 @@ def schema(seed: int) -> Any:
     """A schema of a few levels: well formed, malformed, contradictory, wide or deep."""
     draw = random.Random(seed)
     names = [f"d{i}" for i in range(draw.randrange(6))]
-    drawn = _node(draw, draw.randrange(1, 6), names)
+    drawn: Any = _node(draw, draw.randrange(1, 6), names)
     if names and isinstance(drawn, dict):
         drawn["$defs"] = {name: _node(draw, 2, names) for name in names}
-    return drawn
+    return cast("Any", drawn)
 
 
 def _node(draw: random.Random, depth: int, names: list[str]) -> Any:
