@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,8 +21,13 @@ from tests.e2e.programs import Program
 
 pytestmark = pytest.mark.slow
 
-# A whole run takes about half an hour; SLOT_KILLS says how many there are.
+_log = logging.getLogger(__name__)
+
+# A whole run takes about half an hour; SLOT_KILLS says how many there are, SLOT_SEED which.
 _NUM_KILLS = int(os.environ.get("SLOT_KILLS", "200"))
+_SEED = int(os.environ.get("SLOT_SEED", "1"))
+# A save of these states takes about half of it on a busy machine.
+_SAVE_S = 0.03
 
 
 @asynccontextmanager
@@ -104,27 +111,41 @@ async def test_a_kill_in_a_save_leaves_the_old_file_or_the_new(
     start: Start, tmp_path: Path
 ) -> None:
     """Check 1: at any time of an overwriting save; temporaries are gone after the next start."""
-    rng = random.Random(1)
+    rng = random.Random(_SEED)
     first: dict[int, list[int]] = {}
-    outcomes = set[int]()
+    outcomes = Counter[str]()
+    pair: list[int] = []
     for turn in range(_NUM_KILLS + 1):
-        old, new = rng.sample((600, 900, 1200), 2)
         with start("--slot-save-path", str(tmp_path)) as program:
             async with _serving(program) as http:
                 assert set(await asyncio.to_thread(os.listdir, tmp_path)) <= {"one"}
                 if turn:
-                    outcomes.add(await _proved(http, first))
-                for length in (old, new):
+                    length = await _proved(http, first)
+                    assert length in pair, f"turn {turn}: neither the old file nor the new one"
+                    outcomes["new" if length == pair[1] else "old"] += 1
+                    _log.info("kills so far: %s", dict(outcomes))
+                if turn == _NUM_KILLS:
+                    break
+                pair = rng.sample((600, 900, 1200), 2)
+                for length in pair:
                     tokens = (await _answer(http, _prompt(length, length), 0))["tokens"]
                     assert first.setdefault(length, tokens) == tokens, "not the cold run's"
-                    if length == old:
+                    if length == pair[0]:
                         await _slot(http, "save", 0, filename="one")
                 body = {"filename": "one"}
                 saving = asyncio.create_task(http.post("/slots/0?action=save", json=body))
-                await asyncio.sleep(rng.random() * 0.05)
+                # Half of them from the call on, half from when the new file is being written.
+                await asyncio.sleep(0)
+                if turn % 2:
+                    await asyncio.to_thread(_wait_for_temporary, tmp_path, saving)
+                await asyncio.sleep(rng.random() * _SAVE_S)
                 await _killed(program)
                 await asyncio.gather(saving, return_exceptions=True)
-    assert outcomes <= {600, 900, 1200}
+
+
+def _wait_for_temporary(folder: Path, saving: asyncio.Task[httpx.Response]) -> None:
+    while not saving.done() and set(os.listdir(folder)) <= {"one"}:
+        pass
 
 
 async def _proved(http: httpx.AsyncClient, first: dict[int, list[int]]) -> int:
