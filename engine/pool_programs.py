@@ -110,7 +110,12 @@ class PoolPrograms:
         )
         self._shapes: Pools = jax.eval_shape(partial(new_pools, spec, config.pool_sizes))
         pages, states = self._shapes
-        self.page_io = PageIo(pages, self.places, (config.num_pages, config.num_window_pages))
+        self.page_io = PageIo(
+            pages,
+            self.places,
+            (config.num_pages, config.num_window_pages),
+            is_in_host_memory=jax.default_backend() == "cpu",
+        )
         self.state_io = None
         if states is not None:
             self.state_io = StateIo(states, spec.num_recurrent_layers, config.num_states)

@@ -44,11 +44,25 @@ class DevicePages:
         return whole.reshape(whole.shape[0], whole.shape[1] * whole.shape[2], *whole.shape[3:])
 
 
+@dataclass(frozen=True)
+class CopiedPages:
+    """Pages that are on the host already."""
+
+    content: PageContent
+
+    def wait(self) -> PageContent:
+        """See `engine.step.PageRead`."""
+        return self.content
+
+
 class PageIo:
     """The programs of one runner's pools. The pool itself stays with the runner."""
 
-    def __init__(self, pool: KvPool, places: Place, sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, pool: KvPool, places: Place, sizes: tuple[int, int], *, is_in_host_memory: bool
+    ) -> None:
         """`places` has one entry per attention layer; `sizes` are usable pages by kind."""
+        self._is_in_host_memory = is_in_host_memory
         kinds, first_units = np.asarray(places.kind), np.asarray(places.first_unit)
         self._first_units = {
             kind: first_units[kinds == index].astype(np.int32) for kind, index in _KINDS.items()
@@ -83,10 +97,11 @@ class PageIo:
     def compilations(self, pool: KvPool) -> list[Callable[[], None]]:
         """What is left to do before the first call, one piece of work per program."""
         kinds = [kind for kind, layout in self._layouts.items() if layout.num_layers]
+        names = ("write", "copy") if self._is_in_host_memory else ("read", "write", "copy")
         return [
             lambda kind=kind, name=name: self._compile(name, kind, pool)
             for kind in kinds
-            for name in ("read", "write", "copy")
+            for name in names
         ]
 
     def _compile(self, name: str, kind: PoolKind, pool: KvPool) -> None:
@@ -107,7 +122,9 @@ class PageIo:
         jitted = jax.jit(function, donate_argnums=donated)
         self._programs[name, kind] = jitted.lower(pool, *shapes).compile()
 
-    def read(self, pool: KvPool, kind: PoolKind, page_ids: Sequence[int]) -> DevicePages:
+    def read(
+        self, pool: KvPool, kind: PoolKind, page_ids: Sequence[int]
+    ) -> DevicePages | CopiedPages:
         """Gathers pages; see `engine.step.PageStore.read_pages`."""
         ids = self._padded_ids(kind, page_ids)
         layout = self.layout(kind)
@@ -117,6 +134,9 @@ class PageIo:
                 jnp.zeros(empty + s, layout.dtype) for s in (layout.key_shape, layout.value_shape)
             )
             return DevicePages(*nothing, num_pages=len(page_ids))
+        if self._is_in_host_memory:
+            units = self._first_units[kind][:, None] + ids[: len(page_ids)]
+            return CopiedPages(PageContent(_copied(pool.keys, units), _copied(pool.values, units)))
         keys, values = self._programs["read", kind](pool, self._first_units[kind], ids)
         return DevicePages(keys, values, len(page_ids))
 
@@ -191,6 +211,18 @@ class PageIo:
         return padded.reshape(
             layout.num_layers, self.transfer_pages, layout.page_tokens, *token_shape
         )
+
+
+def _copied(part: jax.Array, units: IntArray) -> npt.NDArray[Any]:
+    """Copies units of a pool in host memory [layer, token, kv_head, dim], without a program.
+
+    XLA's gather takes several times as long as copying a page's bytes does. No view of the pool
+    may outlive the call: the next program that changes the pool in place would copy all of it.
+    """
+    part.block_until_ready()
+    view = np.from_dlpack(part)  # pyright: ignore[reportArgumentType] -- as jax documents
+    copied = np.take(view, units, axis=0)
+    return copied.reshape(len(units), -1, *part.shape[2:])
 
 
 def _pieces(lead: tuple[int, ...], part: jax.Array) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
 """Writes a slot file piece by piece: no more of the state is in memory than the pieces at hand.
 
-Threads of its own hash and write a piece at the same time, and have the disk catch up now and then,
-so that little is left for the end. Knows arrays and a folder, neither slots nor a device.
+Threads of its own write and hash tensors while the caller gathers the next ones, and the disk is
+told to begin at once, so that little is left for the end. Knows arrays and a folder, neither slots nor a device.
 
 Example:
     with SlotWriter.open(folder, "a.slot", manifest, tokens) as writer:
@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
+from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,9 +30,10 @@ from engine.slots.manifest import TOKENS, Manifest, encode_header, file_bytes
 from engine.slots.sequence_head import pack_head
 from engine.slots.state_layout import Content, Piece, arrays_of
 
-_SYNC_BYTES = 32 << 20
-# One hashes, one writes, one waits for the disk.
-_THREADS = 3
+# Each writes a tensor and hashes it while it is in its core's cache.
+_THREADS = 2
+# Tensors at hand, so that no thread waits for the caller, and no caller for more than one of them.
+_IN_FLIGHT = 2 * _THREADS
 
 
 class SlotWriter:
@@ -47,9 +50,7 @@ class SlotWriter:
         self._digests: dict[str, str] = {}
         self._header_at = 0
         self._size_bytes = 0
-        self._unsynced_from = 0
-        self._writing: Future[None] | None = None
-        self._syncing: Future[None] | None = None
+        self._storing: deque[tuple[str, Future[str]]] = deque()
 
     @classmethod
     @contextlib.contextmanager
@@ -71,24 +72,20 @@ class SlotWriter:
             yield writer
 
     def add(self, piece: Piece, content: Content) -> None:
-        """Writes and hashes the next piece.
+        """Has the next piece written and hashed while the caller goes on.
 
         Args:
             piece: Which.
-            content: What is in it.
+            content: What is in it; it must not change until the file is published.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk refuses, this piece or one before it.
         """
         assert piece == self._left.pop(), "the pieces come in the manifest's order"
         tensors, arrays = piece.tensors(self._manifest.traits.layout), arrays_of(content)
         assert [each.shape for each in tensors] == [each.shape for each in arrays]
-        *others, last = parts = [_bytes(array) for array in arrays]
-        self._append(*parts)
-        hashing = [self._threads.submit(_digest, part) for part in others]
-        digests = [_digest(last), *(each.result() for each in reversed(hashing))]
-        names = (tensor.name for tensor in reversed(tensors))
-        self._digests |= zip(names, digests, strict=True)
+        for tensor, array in zip(tensors, arrays, strict=True):
+            self._store(tensor.name, _bytes(array))
 
     def publish(self) -> int:
         """Completes the file and gives it its name; returns its size in bytes.
@@ -97,9 +94,8 @@ class SlotWriter:
             OSError: The disk refuses; the file of that name is what it was.
         """
         assert not self._left, "pieces are missing"
-        self._settle()
-        if self._syncing is not None:
-            self._syncing.result()
+        while self._storing:
+            self._settle()
         header = encode_header(replace(self._manifest, digests=self._digests))
         _write(self._temporary.descriptor, header, self._header_at)
         self._temporary.publish(self._filename)
@@ -110,43 +106,32 @@ class SlotWriter:
         self._header_at = len(head)
         # The digests are not known yet, the room that they take is.
         header = encode_header(replace(self._manifest, digests={}))
-        listed = _bytes(np.asarray(tokens, "<i4"))
-        self._append(memoryview(head + header), listed)
-        self._digests[TOKENS] = _digest(listed)
+        _write(self._temporary.descriptor, head + header, 0)
+        self._size_bytes = len(head) + len(header)
+        self._store(TOKENS, _bytes(np.asarray(tokens, "<i4")))
 
-    def _append(self, *parts: memoryview) -> None:
-        """Has the parts written while the caller goes on."""
-        self._settle()
-        start = self._size_bytes
-        self._size_bytes += sum(len(part) for part in parts)
-        self._writing = self._threads.submit(self._put, start, parts)
+    def _store(self, name: str, data: memoryview) -> None:
+        """Has a tensor stored behind all before it, once there are not too many at hand."""
+        if len(self._storing) == _IN_FLIGHT:
+            self._settle()
+        start, self._size_bytes = self._size_bytes, self._size_bytes + len(data)
+        self._storing.append((name, self._threads.submit(self._put, data, start)))
 
     def _settle(self) -> None:
-        """Waits for the last write, raises what it raised, and has the disk catch up."""
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        writing.result()
-        is_syncing = self._syncing is not None and not self._syncing.done()
-        if self._size_bytes - self._unsynced_from < _SYNC_BYTES or is_syncing:
-            return
-        if self._syncing is not None:
-            self._syncing.result()
-        self._unsynced_from = self._size_bytes
-        self._syncing = self._threads.submit(os.fdatasync, self._temporary.descriptor)
+        """Waits for the oldest tensor at hand and raises what storing it raised."""
+        name, stored = self._storing.popleft()
+        self._digests[name] = stored.result()
 
-    def _put(self, offset: int, parts: Sequence[memoryview]) -> None:
-        for part in parts:
-            _write(self._temporary.descriptor, part, offset)
-            offset += len(part)
+    def _put(self, data: memoryview, start: int) -> str:
+        """Writes a tensor; returns its hash."""
+        descriptor = self._temporary.descriptor
+        _write(descriptor, data, start)
+        _begin_to_store(descriptor, start, len(data))
+        return hashlib.sha256(data).hexdigest()
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _digest(data: memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -156,3 +141,14 @@ def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         written = os.pwrite(descriptor, left, offset)
         left = left[written:]
         offset += written
+
+
+def _begin_to_store(descriptor: int, start: int, num_bytes: int) -> None:
+    """Has the disk begin with what was written, and waits for nothing.
+
+    On Linux the advice that bytes are not needed any more does that. A file system may refuse
+    advice; what cannot be stored is fsync's to tell.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)

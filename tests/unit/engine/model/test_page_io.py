@@ -46,9 +46,14 @@ def random_pool(seed: int = 0, dtype: Any = np.float16) -> tuple[KvPool, list[np
     return KvPool(jnp.array(keys), jnp.array(values)), [keys, values]
 
 
-@pytest.fixture(scope="module")
-def page_io() -> PageIo:
-    return compiled(PageIo(random_pool()[0], places(), (PAGES, WINDOW_PAGES)))
+@pytest.fixture(scope="module", params=[True, False], ids=["host", "device"])
+def page_io(request: pytest.FixtureRequest) -> PageIo:
+    return compiled(page_io_of(random_pool()[0], places(), is_in_host_memory=request.param))
+
+
+def page_io_of(pool: KvPool, layers: Place, *, is_in_host_memory: bool = True) -> PageIo:
+    sizes = (PAGES, WINDOW_PAGES)
+    return PageIo(pool, layers, sizes, is_in_host_memory=is_in_host_memory)
 
 
 def compiled(page_io: PageIo) -> PageIo:
@@ -195,9 +200,23 @@ def test_more_than_a_piece_is_refused(page_io: PageIo) -> None:
 def test_a_pool_without_layers_has_empty_pages() -> None:
     pool, before = random_pool()
     only_windows = Place(*(jnp.asarray([value], jnp.int32) for value in (WINDOW, 20, 8, 0, 0)))
-    page_io = compiled(PageIo(pool, only_windows, (PAGES, WINDOW_PAGES)))
+    page_io = compiled(page_io_of(pool, only_windows))
     assert page_io.layout(PoolKind.KV).num_layers == 0
     content = page_io.read(pool, PoolKind.KV, [1, 2]).wait()
     assert content.keys.shape == (0, 2 * PAGE, HEADS, DIM)
     pool = page_io.write(pool, PoolKind.KV, [3, 4], content)
     check_pages(page_io.copy(pool, PoolKind.KV, [1], [2]), before)
+
+
+def test_reading_leaves_nothing_that_makes_the_next_write_copy_the_pool(page_io: PageIo) -> None:
+    pool, (keys, values) = random_pool()
+    zeros = PageContent(*(np.zeros((2, PAGE, HEADS, DIM), np.float16) for _ in range(2)))
+    pool = page_io.write(pool, PoolKind.KV, [1], zeros)
+    places_before = [part.unsafe_buffer_pointer() for part in (pool.keys, pool.values)]
+    content = page_io.read(pool, PoolKind.KV, [2, 3])
+    pool = page_io.write(pool, PoolKind.KV, [2], zeros)
+    assert [part.unsafe_buffer_pointer() for part in (pool.keys, pool.values)] == places_before
+    for read, array in zip(
+        (content.wait().keys, content.wait().values), (keys, values), strict=True
+    ):
+        np.testing.assert_array_equal(read, gathered(array, PoolKind.KV, [2, 3]))

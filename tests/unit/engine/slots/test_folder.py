@@ -213,7 +213,7 @@ def test_a_tenants_folder_that_is_a_link_is_not_followed(root: Path):
 
 # Failures of the system, one at a time, at every call that a save makes.
 
-_CALLS = ("open", "pwrite", "fdatasync", "fsync", "rename", "fstat", "preadv")
+_CALLS = ("open", "pwrite", "fsync", "rename", "fstat", "preadv")
 
 
 class FaultyOs:
