@@ -34,12 +34,14 @@ def fit_budget(
     runner_config: Callable[[EngineConfig, MemoryPlan, AdapterCapacity], RunnerConfig],
     capacity: AdapterCapacity,
     on_read: Callable[[int], None],
+    process_bytes: int,
 ) -> Fitted:
     """Splits the budget of `config`, which has one, and gives experts their memory.
 
     The workspace is measured: the largest steps are compiled for the smallest pools and for those
     that fit beside them. `weights` may hold any number of experts, the fewer the better, since they
-    are read anew. `on_read` hears of the bytes of the file that were read.
+    are read anew. `on_read` hears of the bytes of the file that were read. The process
+    takes `process_bytes` beside all arrays.
 
     Raises:
         InvalidField: What was asked for, or the least that runs, does not fit.
@@ -53,9 +55,8 @@ def fit_budget(
     shape = view.pool.shape if view else None
 
     def split(fixed_bytes: int) -> PoolSizes:
-        return start_sizes(
-            config, plan, MemoryLimits(spec.architecture, fixed_bytes, budget), shape
-        )
+        limits = MemoryLimits(spec.architecture, fixed_bytes, budget, process_bytes)
+        return start_sizes(config, plan, limits, shape)
 
     fixed_bytes = probe.fixed_bytes_at(probe.pools.sizes)
     sizes = split(fixed_bytes)

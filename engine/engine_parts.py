@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.split import MemoryLimits
 from engine.model.scoring import ScoringHead
 from engine.scheduling.parts import SchedulerParts
+from engine.side_threads import FileThreads, start_on_thread
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.prefixes import prefix_root
 from engine.step import Runner
@@ -30,11 +30,6 @@ def _draw_seed() -> int:
 
 def _new_error_id() -> str:
     return uuid.uuid4().hex
-
-
-def start_on_thread(work: Callable[[], None]) -> None:
-    """Runs something on a thread of its own, which no end of the process waits for."""
-    threading.Thread(target=work, name="engine-side", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class EngineParts:
     draw_seed: Callable[[], int] = _draw_seed
     new_error_id: Callable[[], str] = _new_error_id
     model_id: bytes = b""
-    start_file_work: Callable[[Callable[[], None]], None] = start_on_thread
+    start_file_work: Callable[[Callable[[], None]], None] = field(default_factory=FileThreads)
     start_compiling: Callable[[Callable[[], None]], None] = start_on_thread
     failpoints: Failpoints = field(default_factory=Failpoints)
     experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None

@@ -61,6 +61,9 @@ from engine.text.tokenizer import Tokenizer
 from engine.threads import limit_threads
 from engine.types import EngineConfig, EventSink, ExpertFigures, PoolInfo, PoolKind, Request
 
+COMPILE_BYTES = 192 << 20
+"""What XLA takes while it compiles a model's programs two at a time, measured."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -101,6 +104,7 @@ def load_engine(
     pre_override: str | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
     kept: KeptAdapters | None = None,
+    resident_bytes: Callable[[], int] | None = None,
     **parts: Any,
 ) -> Loaded:
     """Loads a model, compiles its programs and builds the engine around them.
@@ -112,6 +116,8 @@ def load_engine(
         pre_override: Pre-tokenizer to use instead of the one that the file names.
         progress: Called as weights are read and programs become ready.
         kept: Adapters of another engine, in the place of those of `config`.
+        resident_bytes: Tells what the process takes now. With it a memory budget on a CPU is one of
+            the whole process: the interpreter, the compiler and the prefixes that the host keeps.
         parts: Replacements of `EngineParts` fields (clock, seeds, failpoints), for tests.
 
     Raises:
@@ -165,15 +171,28 @@ def load_engine(
                 capacity,
                 capacity.nbytes(model.matrices.values()),
             )
+            process_bytes = 0
             if has_budget:
+                if resident_bytes is not None:
+                    tokenizing.result()  # a part of what is measured
+                    process_bytes = _process_bytes(config, resident_bytes(), weights)
                 fitted = fit_budget(
-                    config, spec, plan, weights, _runner_config, capacity, _counting(report, shape)
+                    config,
+                    spec,
+                    plan,
+                    weights,
+                    _runner_config,
+                    capacity,
+                    _counting(report, shape),
+                    process_bytes,
                 )
                 plan, weights = fitted.plan, fitted.weights
+                del fitted
+                give_back()  # the probe is gone, and pools take its place
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()
-    limits = _memory_limits(config, spec, runner.fixed_bytes)
+    limits = _memory_limits(config, spec, runner.fixed_bytes, process_bytes)
     replaced: dict[str, Any] = {"memory": limits} | parts
     engine_parts = EngineParts(
         runner=runner,
@@ -333,13 +352,37 @@ def _counting(
     return on_read
 
 
-def _memory_limits(config: EngineConfig, spec: ModelSpec, fixed_bytes: int) -> MemoryLimits:
+def _process_bytes(config: EngineConfig, resident_bytes: int, weights: Weights) -> int:
+    """What a budget of the whole process has to leave beside arrays, of which the weights are there.
+
+    Nothing is compiled yet: what that takes would depend on the programs that a folder keeps. Memory
+    of an accelerator is none of the process's.
+
+    Raises:
+        InvalidField: The host's part has no limit.
+    """
+    if jax.default_backend() != "cpu":
+        return 0
+    if config.host_cache_bytes is None:
+        raise InvalidField(
+            "host_cache_bytes", "prefixes on the host need a limit where memory has a budget"
+        )
+    held = _fixed_bytes(weights)
+    if weights.experts is not None:
+        pool = weights.experts.pool
+        held += pool.num_slots * pool.shape.slot_bytes
+    return max(0, resident_bytes - held) + COMPILE_BYTES + config.host_cache_bytes
+
+
+def _memory_limits(
+    config: EngineConfig, spec: ModelSpec, fixed_bytes: int, process_bytes: int = 0
+) -> MemoryLimits:
     """What there is: the budget, else all of the device's memory, else of the machine's.
 
     `fixed_bytes` are those of arrays that no pool's size changes.
     """
     if config.memory_budget is not None:
-        return MemoryLimits(spec.architecture, fixed_bytes, config.memory_budget)
+        return MemoryLimits(spec.architecture, fixed_bytes, config.memory_budget, process_bytes)
     stats = cast("dict[str, int]", jax.devices()[0].memory_stats() or {})
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_bytes = stats.get("bytes_limit", machine)

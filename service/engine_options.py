@@ -30,8 +30,8 @@ def engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
     is_automatic = parsed["num_slots"] == -1
     num_slots = _DEFAULT_SLOTS if is_automatic else parsed["num_slots"]
     unified = parsed["unified"]
-    cache_ram_mib = parsed["cache_ram_mib"]
     budget_mib = parsed["memory_budget_mib"]
+    cache_ram_mib = _cache_ram_mib(parsed)
     return EngineConfig(
         context_tokens=_context_tokens(parsed, num_slots),
         num_slots=num_slots,
@@ -60,6 +60,20 @@ def engine_config(parsed: Parsed, cache_dir: Path) -> EngineConfig:
         compile_cache=None if compile_cache == "off" else compile_cache,
         identity_cache=str(cache_dir / "identity"),
     )
+
+
+def _cache_ram_mib(parsed: Parsed) -> int:
+    """Under a budget none by itself: pages of the pool take what there is.
+
+    Raises:
+        FlagError: It has no limit, and a budget is one.
+    """
+    cache_ram_mib = parsed["cache_ram_mib"]
+    if parsed["memory_budget_mib"] is None:
+        return cache_ram_mib
+    if cache_ram_mib == -1:
+        raise FlagError("--cache-ram -1 is no limit, and comes off --memory-budget: give it one")
+    return cache_ram_mib if "cache_ram_mib" in parsed.given else 0
 
 
 def _context_tokens(parsed: Parsed, num_slots: int) -> int:

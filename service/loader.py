@@ -18,6 +18,7 @@ from engine.devices import available_memory
 from engine.errors import InvalidField
 from engine.loading import Loaded, LoadProgress, check_engine, load_engine
 from engine.memory.heap import give_back
+from engine.memory.resident import resident_bytes
 from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
 from engine.text.pairs import pair_layout
@@ -68,7 +69,12 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
     path = resolve_model(options.model, say=_LOG.info, progress=ProgressLine(sys.stderr))
     _LOG.info("loading %s", path)
     loaded = load_engine(
-        path, options.engine, sink, pre_override=options.pre_override, progress=_Report()
+        path,
+        options.engine,
+        sink,
+        pre_override=options.pre_override,
+        progress=_Report(),
+        resident_bytes=resident_bytes,
     )
     model = _describe(options, loaded, _names(options, path))
     # None of a served model is garbage, and a full collection that looked through its 150,000
@@ -120,6 +126,7 @@ class Loader:
             pre_override=self._options.pre_override,
             progress=progress,
             kept=order.kept,
+            resident_bytes=resident_bytes,
         )
         model = _describe(self._options, loaded, order.names or _names_of(self._options, order))
         gc.freeze()

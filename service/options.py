@@ -145,10 +145,11 @@ def service_options(parsed: Parsed) -> ServiceOptions:
     """
     cache_dir = _cache_dir(parsed)
     sampling = _sampling(parsed)
+    engine = with_adapters(engine_config(parsed, cache_dir), parsed)
     return ServiceOptions(
         model=_model_source(parsed, cache_dir),
-        tells_idle_slots=parsed["tells_idle_slots"] and parsed["cache_ram_mib"] != 0,
-        engine=with_adapters(engine_config(parsed, cache_dir), parsed),
+        tells_idle_slots=parsed["tells_idle_slots"] and engine.host_cache_bytes != 0,
+        engine=engine,
         defaults=_generation_defaults(parsed, sampling),
         sampling_given=frozenset(sampling),
         aliases=parsed["aliases"],

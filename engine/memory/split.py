@@ -76,7 +76,8 @@ class PoolShape:
 class SplitShape:
     """The pools that a model has and what they share.
 
-    `other_fixed_bytes` are weights, adapter banks and workspace: what no split changes.
+    `other_fixed_bytes` are weights, adapter banks, workspace and the process itself: what no split
+    changes.
     `limit_bytes` is all that the process may take.
     """
 
@@ -125,11 +126,14 @@ class MemoryLimits:
     """What the pools have to fit into, and beside what.
 
     `fixed_bytes` are weights, adapter banks and workspace, `limit_bytes` all that may be taken.
+    `process_bytes` are fixed too: what the process takes beside all arrays, where the limit is one of
+    the whole process.
     """
 
     architecture: str = ""
     fixed_bytes: int = 0
     limit_bytes: int = 1 << 40
+    process_bytes: int = 0
 
 
 def sizes_of(plan: MemoryPlan, num_experts: int | None) -> PoolSizes:
@@ -177,7 +181,8 @@ def shape_of(plan: MemoryPlan, limits: MemoryLimits, experts: PoolInfo | None) -
     if experts:
         most = experts.ceiling
         pools.append(PoolShape(PoolKind.MOE_CACHE, experts.unit_bytes, experts.floor, most))
-    return SplitShape(limits.architecture, tuple(pools), limits.fixed_bytes, limits.limit_bytes)
+    fixed_bytes = limits.fixed_bytes + limits.process_bytes
+    return SplitShape(limits.architecture, tuple(pools), fixed_bytes, limits.limit_bytes)
 
 
 def check_target(shape: SplitShape, current: PoolSizes, target: PoolSizes) -> Split:

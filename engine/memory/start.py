@@ -69,9 +69,11 @@ def _refusal(shape: SplitShape, knobs: Knobs, limits: MemoryLimits) -> InvalidFi
     asked = knobs.given.over(least)
     needed = shape.fixed_bytes(asked) + shape.needed_bytes(asked)
     parts = ", ".join(f"{_FIELDS[kind]} {size}" for kind, size in asked.items())
+    own = f"{limits.process_bytes} for the process itself, " if limits.process_bytes else ""
+    pools_bytes = needed - limits.fixed_bytes - limits.process_bytes
     text = (
-        f"{limits.limit_bytes} bytes are too few: {limits.fixed_bytes} for weights, adapters and "
-        f"workspace and {needed - limits.fixed_bytes} for {parts} make {needed}; allow as many"
+        f"{limits.limit_bytes} bytes are too few: {own}{limits.fixed_bytes} for weights, adapters and "
+        f"workspace and {pools_bytes} for {parts} make {needed}; allow as many"
     )
     lower = [_FIELDS[kind] for kind, size in knobs.given.items() if size > (least.get(kind) or 0)]
     if lower:

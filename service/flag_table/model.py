@@ -240,7 +240,8 @@ CONTEXT = (
         ("-cram", "--cache-ram"),
         integer(-1, 1 << 30),
         "cache_ram_mib",
-        "MiB of host memory for prefixes that lost their pages; -1 is no limit, 0 is off",
+        "MiB of host memory for prefixes that lost their pages; -1 is no limit, 0 is off, as it is "
+        "under --memory-budget unless it is given",
         default=8192,
         variable="LLAMA_ARG_CACHE_RAM",
         scope=Scope.SERVICE,
@@ -325,7 +326,7 @@ CONTEXT = (
         ("--memory-budget",),
         integer(1, 1 << 30),
         "memory_budget_mib",
-        "MiB that weights, adapters, workspace and pools may take together: experts come first, "
+        "MiB that the service may take in all, on an accelerator of its memory: experts come first, "
         "after --kv-reserve-tokens, and KV pages take the rest (default: pools as -c and -np say)",
         scope=Scope.SERVICE,
         group=_CONTEXT,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.errors import InvalidField
-from engine.loading import Loaded, load_engine
+from engine.loading import COMPILE_BYTES, Loaded, load_engine
 from engine.types import EngineConfig, PoolInfo, PoolKind
 from tests.families import FAMILIES, write_family
 from tests.native import requires_native
@@ -20,9 +21,11 @@ CONFIG = EngineConfig(
 PROMPT, COUNT = (1, 2, 3, 4, 5), 6
 
 
-def answer(path: Path, config: EngineConfig) -> tuple[list[int], Loaded, dict[PoolKind, PoolInfo]]:
+def answer(
+    path: Path, config: EngineConfig, **given: Any
+) -> tuple[list[int], Loaded, dict[PoolKind, PoolInfo]]:
     inbox = Inbox()
-    loaded = load_engine(path, config, inbox)
+    loaded = load_engine(path, config, inbox, **given)
     loaded.engine.start()
     tokens = [chunk.token_id for chunk in generate(loaded, inbox, PROMPT, COUNT)]
     pools = {pool.kind: pool for pool in loaded.engine.snapshot().pools}
@@ -87,3 +90,25 @@ def test_too_little_is_refused_with_the_least_that_runs(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidField, match=message):
         load_engine(path, replace(CONFIG, memory_budget=1000), Inbox())
+
+
+@requires_native
+def test_a_budget_of_the_process_leaves_what_is_no_array(tmp_path: Path) -> None:
+    """As many pages as beside nothing, if the budget is greater by just that."""
+    path = write_family(tmp_path / "m.gguf", FAMILIES["llama"], has_tokenizer=True)
+    config = replace(CONFIG, device="cpu", kernels="native", memory_budget=24 << 20)
+    _, loaded, pools = answer(path, config)
+    shape, sizes = loaded.engine.pools.split()
+    config = replace(
+        config, host_cache_bytes=3 << 20, memory_budget=(24 << 20) + COMPILE_BYTES + (3 << 20)
+    )
+    _, same, found = answer(path, config, resident_bytes=lambda: 0)
+    assert found[PoolKind.KV].size == pools[PoolKind.KV].size
+    whole, _ = same.engine.pools.split()
+    own = whole.fixed_bytes(sizes) - shape.fixed_bytes(sizes)
+    assert own == COMPILE_BYTES + (3 << 20)
+    with pytest.raises(InvalidField, match=r"memory_budget: .* too few: \d{13} for the process"):
+        load_engine(path, config, Inbox(), resident_bytes=lambda: 10**12)
+    with pytest.raises(InvalidField, match="host_cache_bytes: prefixes on the host need a limit"):
+        endless = replace(config, host_cache_bytes=None)
+        load_engine(path, endless, Inbox(), resident_bytes=lambda: 0)

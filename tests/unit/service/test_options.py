@@ -80,10 +80,17 @@ def test_the_smaller_batch_bounds_a_chunk(words: list[str], chunk: int) -> None:
         (["-cram", "100"], 100 << 20),
         (["--cache-ram", "0"], 0),
         (["-cram", "-1"], None),
+        (["--memory-budget", "900"], 0),
+        (["--memory-budget", "900", "-cram", "100"], 100 << 20),
     ],
 )
 def test_the_host_cache_is_bounded_in_mebibytes(words: list[str], limit: int | None) -> None:
     assert _service(*words).engine.host_cache_bytes == limit
+
+
+def test_a_host_cache_without_a_limit_has_no_place_in_a_budget() -> None:
+    with pytest.raises(FlagError, match="--cache-ram -1 is no limit"):
+        _service("--memory-budget", "900", "-cram", "-1")
 
 
 def test_keys_and_values_have_one_type() -> None:
