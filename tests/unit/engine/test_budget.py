@@ -109,6 +109,6 @@ def test_a_budget_of_the_process_leaves_what_is_no_array(tmp_path: Path) -> None
     assert own == COMPILE_BYTES + (3 << 20)
     with pytest.raises(InvalidField, match=r"memory_budget: .* too few: \d{13} for the process"):
         load_engine(path, config, Inbox(), resident_bytes=lambda: 10**12)
+    endless = replace(config, host_cache_bytes=None)
     with pytest.raises(InvalidField, match="host_cache_bytes: prefixes on the host need a limit"):
-        endless = replace(config, host_cache_bytes=None)
         load_engine(path, endless, Inbox(), resident_bytes=lambda: 0)
