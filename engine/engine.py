@@ -113,6 +113,8 @@ class Engine:
         self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
         self._save_s = 0.0
+        # Whether the last step did what was not told yet.
+        self._holds = False
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._snapshot = self._describe()
@@ -295,14 +297,17 @@ class Engine:
         else:
             thread.join()
 
-    def step(self) -> bool:
+    def step(self, *, may_hold: bool = False) -> bool:
         """Takes the commands and runs one step; False when the engine has stopped.
 
-        For the engine thread, or for a test that drives an engine that was never started.
+        For the engine thread, or for a test that drives an engine that was never started. With
+        `may_hold` what it did may be told in the next step only, while the device computes that.
         """
         with self._wake:
             commands, self._inbox = self._inbox, []
             stop_at_s = self._stop_at_s
+        if commands and self._holds:
+            self._tell()  # who gets an answer from a command must find what was done before it
         failed_to_wake = self._sleep.wake() if commands else None
         for command in commands:
             command()
@@ -317,24 +322,35 @@ class Engine:
                 self._scheduler.stop_transfers(ShuttingDown)
         self.rebuilds.run()
         began_s = self._clock()
-        if self._scheduler.step():
+        has_begun = self._scheduler.begin_step()
+        if may_hold:
+            self._tell()
+        if has_begun:
+            self._scheduler.finish_step()
             self._step_timer.add(self._clock() - began_s)
-        events = self._scheduler.take_events()
         if commands or self._is_busy():
             self._sleep.stay_awake()
         else:
             self._sleep.fall_asleep_if_due()
+        self._holds = may_hold and self._scheduler.is_flowing and not self.rebuilds.is_running
+        if not self._holds:
+            self._tell()
+        with self._wake:
+            # Nothing new gets in once a stop was asked for, so an idle engine stays idle.
+            is_over = self._stop_at_s is not None and not self._scheduler.has_work
+            return not (is_over and not self._inbox and not self._scheduler.num_transfers)
+
+    def _tell(self) -> None:
+        """Publishes what was done: lists and metrics first, then who waits for it."""
+        events = self._scheduler.take_events()
         with self._wake:
             self._gate.settle(events)
             self._snapshot = self._describe()
-            # Nothing new gets in once a stop was asked for, so an idle engine stays idle.
-            is_over = self._stop_at_s is not None and not self._scheduler.has_work
-            is_over = is_over and not self._inbox and not self._scheduler.num_transfers
+        self._holds = False
         self.rebuilds.tell()
         self._scheduler.tell()
         if events:
             self._sink(events)
-        return not is_over
 
     def check_integrity(self) -> None:
         """Proves the books of the pools; only between steps.
@@ -349,7 +365,7 @@ class Engine:
             while True:
                 with self._wake:
                     self._wake.wait_for(self._is_wanted, self._patience())
-                if not self.step():
+                if not self.step(may_hold=True):
                     self._calls.close(ShuttingDown)
                     return
         except BaseException as error:

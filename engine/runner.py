@@ -9,8 +9,10 @@ outside the buckets is a bug that raises, not a compile. It knows pages as numbe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -88,6 +90,13 @@ class _DeviceRow:
         if full is None:
             full = self._full = np.asarray(self.outputs.logits, np.float32)[self.index]
         return full
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step that was handed to the device; see `engine.step.RunningStep`."""
+
+    results: Callable[[], list[RowLogits | None]]
 
 
 class _CompileCounter:
@@ -272,7 +281,7 @@ class JaxRunner:
         """Runs the programs of short steps once on padding."""
         for bucket in self._programs.buckets():
             if bucket.chunk <= LONG_CHUNK:
-                self._call(bucket, self._programs.packed(bucket).pack(StepBatch((), None)))
+                self._call(bucket, self._programs.packed(bucket).pack(StepBatch((), None)))()
 
     def give_back(self) -> None:
         """See `engine.step.Resizable`."""
@@ -286,17 +295,27 @@ class JaxRunner:
         return self._banks.arrays if self._banks and bucket.has_adapters else None
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
-        """Evaluates a step; see `engine.step.Runner.run`.
+        """Evaluates a step and waits for it; raises as `start`."""
+        return self.start(batch).results()
+
+    def start(self, batch: StepBatch) -> DeviceStep:
+        """Begins to evaluate a step; see `engine.step.Runner.start`.
 
         Raises:
             ValueError: A size, a token, a position or a page is out of range; nothing was run.
             PoolLost: The step failed with the pools in its hands; they are new and empty now.
         """
         if self._texts:
-            self._hidden = self._texts.read(batch.texts)
-            return [None] * len(batch.texts)
+            return DeviceStep(partial(self._read_texts, self._texts, batch))
         bucket = self._bucket_for(batch)
-        outputs = self._call(bucket, self._programs.packed(bucket).pack(batch))
+        wait = self._call(bucket, self._programs.packed(bucket).pack(batch))
+        return DeviceStep(lambda: self._rows(batch, bucket, wait()))
+
+    def _read_texts(self, texts: TextPrograms, batch: StepBatch) -> list[RowLogits | None]:
+        self._hidden = texts.read(batch.texts)
+        return [None] * len(batch.texts)
+
+    def _rows(self, batch: StepBatch, bucket: Bucket, outputs: _Outputs) -> list[RowLogits | None]:
         self._hidden = []
         if batch.chunk and outputs.hidden is not None:
             self._hidden = [np.asarray(outputs.hidden)[: len(batch.chunk.tokens)]]
@@ -431,26 +450,37 @@ class JaxRunner:
             f"limits of {self.max_decodes} rows and {self.max_chunk} tokens"
         )
 
-    def _call(self, bucket: Bucket, packed: IntArray) -> _Outputs:
+    def _call(self, bucket: Bucket, packed: IntArray) -> Callable[[], _Outputs]:
+        """Hands a step to the device; what it returns waits for the end."""
         given = self._pool, self._states
-        try:
+        with self._checking(given):
             (ids, logits, log_sums, finite, full, hidden), pools = self._programs.step(bucket)(
                 self._weights, self._bank_arrays(bucket), self._programs.places, given, packed
             )
+
+        def wait() -> _Outputs:
             # Some failures of a program show only here, when its results are waited for.
-            outputs = _Outputs(
-                np.asarray(ids),
-                np.asarray(logits),
-                np.asarray(log_sums),
-                np.asarray(finite),
-                full,
-                hidden,
-            )
+            with self._checking(given):
+                outputs = _Outputs(
+                    np.asarray(ids),
+                    np.asarray(logits),
+                    np.asarray(log_sums),
+                    np.asarray(finite),
+                    full,
+                    hidden,
+                )
+            self._pool, self._states = pools
+            return outputs
+
+        return wait
+
+    @contextmanager
+    def _checking(self, given: Pools) -> Generator[None]:
+        try:
+            yield
         except Exception as error:
             self._check_pools(given, error)
             raise
-        self._pool, self._states = pools
-        return outputs
 
 
 def _banks(spec: ModelSpec, capacity: AdapterCapacity, *, is_native: bool) -> AdapterBanks | None:

@@ -6,7 +6,7 @@ no thread, transport or array; the policies are in `engine.scheduling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from engine.scheduling.erasing import Erasure, Erasures
 from engine.scheduling.faults import NonFiniteLogits, not_finite
 from engine.scheduling.ledger import Ledger
 from engine.scheduling.parts import SchedulerParts
-from engine.scheduling.plan import StepPlan, plan_step, plan_texts
+from engine.scheduling.plan import Flight, StepPlan, plan_step, plan_texts
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.room import Room
 from engine.scheduling.row import Arrival, Row, deadline_error
@@ -31,7 +31,7 @@ from engine.scheduling.transfers import Transfers, busy
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.prefixes import Prefixes
 from engine.slots.table import Slot, SlotTable
-from engine.step import PoolLost, RowLogits
+from engine.step import PoolLost, RowLogits, SequenceWork
 from engine.types import CancelCause, Counters, Event, FinishReason, Request
 
 
@@ -65,6 +65,7 @@ class Scheduler:
             )
         )
         self._num_turns = 0
+        self._flight: Flight | None = None
         # While the pools are about to be replaced, what waits goes on waiting.
         self.is_open = True
 
@@ -73,6 +74,12 @@ class Scheduler:
         """True while a step would do something."""
         waiting = len(self._queue) + len(self._erasures) + len(self.adapter_changes)
         return bool(self._rows) or waiting + self._transfers.num_waiting > 0
+
+    @property
+    def is_flowing(self) -> bool:
+        """True while requests run and nothing else is due, so that the next step begins at once."""
+        waiting = len(self._erasures) + len(self.adapter_changes) + self._transfers.num_waiting
+        return bool(self._rows) and self.is_open and waiting + self.num_transfers == 0
 
     @property
     def num_transfers(self) -> int:
@@ -173,8 +180,12 @@ class Scheduler:
         for request_id in [*self._rows, *waiting]:
             self.cancel(request_id, cause)
 
-    def step(self) -> bool:
-        """Ends what is over, admits what fits and evaluates one batch; False if there was none."""
+    def begin_step(self) -> bool:
+        """Ends what is over, admits what fits and hands one batch to the device.
+
+        Returns False if there was none, or none that the device took. Otherwise `finish_step` must
+        come next; until then nothing but events, counters and rows may be asked for.
+        """
         now_s = self._parts.clock()
         self._expire(now_s)
         self._erasures.run()
@@ -187,10 +198,21 @@ class Scheduler:
         for row in self._rows.values():
             row.stop_at = self._table.next_stop(row.home, len(row.request.prompt))
         plan = self._plan()
-        if plan is None:
-            return False
-        self._evaluate(plan)
-        return True
+        if plan is not None:
+            self._start(plan)
+        return self._flight is not None
+
+    def finish_step(self) -> None:
+        """Waits for the batch, samples its rows and ends what is through."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "no step was begun"
+        try:
+            logits_of = flight.step.results()
+            results = list(zip(flight.plan.rows, flight.batch.works, logits_of, strict=True))
+        except Exception as error:
+            self._fail_step(flight.plan, error)
+            return
+        self._take(flight.plan, results)
 
     def _plan(self) -> StepPlan | None:
         runner = self._parts.runner
@@ -306,21 +328,27 @@ class Scheduler:
 
     # The step itself.
 
-    def _evaluate(self, plan: StepPlan) -> None:
+    def _start(self, plan: StepPlan) -> None:
         for row in plan.rows:
             self._table.cover(row.home, len(row.home.tokens) + plan.length(row))
         batch = plan.batch()
         self._ledger.stepped(len(self._rows))
         try:
             self._parts.failpoints.check(Site.RUN)
-            logits_of = self._parts.runner.run(batch)
-            results = list(zip(plan.rows, batch.works, logits_of, strict=True))
+            self._flight = Flight(plan, batch, self._parts.runner.start(batch))
         except Exception as error:
-            # Nobody knows what was written into these rows' pages, so nothing of them is kept.
-            for row in plan.rows:
-                self._fault(row, error, keep=False)
-            self._empty_if_lost(error)
-            return
+            self._fail_step(plan, error)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        # Nobody knows what was written into these rows' pages, so nothing of them is kept.
+        for row in plan.rows:
+            self._fault(row, error, keep=False)
+        self._empty_if_lost(error)
+
+    def _take(
+        self, plan: StepPlan, results: Sequence[tuple[Row, SequenceWork, RowLogits | None]]
+    ) -> None:
+        """Goes through what a step made of its rows."""
         now_s = self._parts.clock()
         if plan.passed is not None:
             plan.passed.was_passed = True

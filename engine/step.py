@@ -397,6 +397,22 @@ class Resizable(Protocol):
         ...
 
 
+class RunningStep(Protocol):
+    """A step that the device may still compute."""
+
+    def results(self) -> list[RowLogits | None]:
+        """Waits for the end; one entry per decode, then for the chunk, or one per text.
+
+        An entry is None where no logits were asked for. Raises whatever the device raises; the
+        caller then fails the requests of this batch and no others. To be called once.
+
+        Raises:
+            PoolLost: the step failed and no page of any sequence holds anything any more. The
+                runner can go on.
+        """
+        ...
+
+
 class Runner(DeviceStore, Resizable, Protocol):
     """Evaluates steps. Owned by the engine thread; nothing else may call it after `warm_up`."""
 
@@ -420,15 +436,11 @@ class Runner(DeviceStore, Resizable, Protocol):
         """Programs compiled so far; flat after `warm_up`."""
         ...
 
-    def run(self, batch: StepBatch) -> list[RowLogits | None]:
-        """Evaluates a step; one entry per decode, then for the chunk if there is one, or per text.
+    def start(self, batch: StepBatch) -> RunningStep:
+        """Begins to evaluate a step and returns before the device is through, where it can.
 
-        An entry is None where no logits were asked for. Raises whatever the device raises; the
-        caller then fails the requests of this batch and no others.
-
-        Raises:
-            PoolLost: the step failed and no page of any sequence holds anything any more. The
-                runner can go on.
+        Raises as `RunningStep.results`. Nothing else may be asked of the runner until the results
+        were.
         """
         ...
 

@@ -54,6 +54,13 @@ from tests.fake_text import FakeTokenizer
 EXPERTS = ExpertShape(num_layers=3, num_experts=4, top_k=2, slot_bytes=1000)
 
 
+@dataclass(frozen=True)
+class FakeStep:
+    """A step that is computed when its results are asked for."""
+
+    results: Callable[[], list[RowLogits | None]]
+
+
 class FakeRead:
     """Pages in flight: the host's arrays are zeros until `wait` copies them."""
 
@@ -95,8 +102,8 @@ class FakeRunner:
 
     With a `window` a second memory, addressed by the window pages, holds the same tokens; of it only
     what the step's tokens see is read, and the answer depends on it too. `next_token` replaces the
-    hash by a choice of one token. `fail_with` makes the next step raise; if that is a PoolLost, all
-    memory is forgotten. `poison` returns NaN for sequences that begin with these tokens. With
+    hash by a choice of one token. `fail_with` makes the next step raise, when its results are asked
+    for unless `fails_at_start`; if that is a PoolLost, all memory is forgotten. `poison` returns NaN for sequences that begin with these tokens. With
     `max_texts` it is an encoder, whose steps have nothing but whole texts.
     """
 
@@ -113,6 +120,7 @@ class FakeRunner:
     num_experts: int = 0
     next_token: Callable[[Sequence[int]], int] | None = None
     fail_with: Exception | None = None
+    fails_at_start: bool = False
     poison: tuple[int, ...] | None = None
     on_run: Callable[[StepBatch], None] | None = None
     places: dict[int, bytes] = field(default_factory=dict[int, bytes])
@@ -133,6 +141,7 @@ class FakeRunner:
         self._sizes = DeviceSizes(
             self.num_pages, self.num_window_pages, self.num_states, self.num_experts
         )
+        self._is_running = False
         self._forget()
 
     def expert_pool(self) -> tuple[PoolInfo, ExpertFigures]:
@@ -213,6 +222,7 @@ class FakeRunner:
         self._states[target] = self._states[source]
 
     def _fail_state(self, changed: int | None) -> None:
+        assert not self._is_running, "the device has a step"
         error, self.fail_transfer_with = self.fail_transfer_with, None
         if error is None:
             return
@@ -290,6 +300,7 @@ class FakeRunner:
         return self._memory if kind is PoolKind.KV else self._window_memory
 
     def _fail_transfer(self, kind: PoolKind, changed: Sequence[int]) -> None:
+        assert not self._is_running, "the device has a step"
         error, self.fail_transfer_with = self.fail_transfer_with, None
         if error is None:
             return
@@ -300,17 +311,36 @@ class FakeRunner:
 
     def run(self, batch: StepBatch) -> list[RowLogits | None]:
         """Checks and evaluates a step."""
+        return self.start(batch).results()
+
+    def start(self, batch: StepBatch) -> FakeStep:
+        """Checks a step; it touches no page before its results are asked for."""
+        assert not self._is_running, "a step before the results of the last one"
         if self.on_run is not None:
             self.on_run(batch)
         if self.keep_batches:
             self.batches.append(batch)
         assert self.num_experts == self._sizes.moe_cache, "experts of no size that was asked for"
         if self.max_texts:
-            return self._read_texts(batch)
+            return self._running(lambda: self._read_texts(batch))
+        self._check(batch, batch.works)
+        if self.fails_at_start:
+            self._fail_if_due(batch.works)
+        return self._running(lambda: self._evaluate(batch))
+
+    def _running(self, work: Callable[[], list[RowLogits | None]]) -> FakeStep:
+        self._is_running = True
+
+        def results() -> list[RowLogits | None]:
+            assert self._is_running, "results are asked for once"
+            self._is_running = False
+            return work()
+
+        return FakeStep(results)
+
+    def _evaluate(self, batch: StepBatch) -> list[RowLogits | None]:
         works = batch.works
-        self._check(batch, works)
-        if self.fail_with is not None:
-            self._fail(self.fail_with, works)
+        self._fail_if_due(works)
         for work in works:
             self._write(self._memory, work.pages, work)
             if self.window is not None:
@@ -328,8 +358,7 @@ class FakeRunner:
         assert batch.num_tokens <= self.max_chunk
         assert not any(text.start or text.wants_logits for text in batch.texts)
         assert all(text.wants_hidden for text in batch.texts)
-        if self.fail_with is not None:
-            self._fail(self.fail_with, batch.texts)
+        self._fail_if_due(batch.texts)
         self._hidden = [self._hidden_of(text) for text in batch.texts]
         return [None] * len(batch.texts)
 
@@ -387,8 +416,10 @@ class FakeRunner:
         assert self.window is not None
         return max(0, work.start - self.window + 1)
 
-    def _fail(self, error: Exception, works: Sequence[SequenceWork]) -> None:
-        self.fail_with = None
+    def _fail_if_due(self, works: Sequence[SequenceWork]) -> None:
+        error, self.fail_with = self.fail_with, None
+        if error is None:
+            return
         if isinstance(error, PoolLost):
             self._forget()
         # A failed step may leave anything in the pages that it was to write into.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.row import Row
-from engine.step import StepBatch
+from engine.step import RunningStep, StepBatch
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,15 @@ class StepPlan:
             chunk=self.chunk.work(self.chunk_tokens) if self.chunk else None,
             texts=tuple(row.work(self.chunk_tokens) for row in self.texts),
         )
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that the device has, and what it was given."""
+
+    plan: StepPlan
+    batch: StepBatch
+    step: RunningStep
 
 
 def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> StepPlan | None:

@@ -80,6 +80,9 @@ class Simulation:
         self.runner.max_decodes = self.rng.randint(1, self.config.num_slots)
         self.runner.max_chunk = self.rng.choice([4, 16, 64])
         self.runner.piece_bytes = self.rng.choice([1, 3 << 20])
+        self.runner.fails_at_start = self.rng.random() < 0.5
+        # As the engine's own thread does, or telling all that a step did at its end.
+        self.may_hold = self.rng.random() < 0.7
         self.context_tokens = self.plan.slot_context_tokens
         self.judge = Judge(self._scene(), self.adapters, self.slots, self.seen)
         self._lives = self.judge.lives
@@ -260,7 +263,7 @@ class Simulation:
         now_s = self.clock()
         self.pools.work()
         self.slots.work()
-        assert self.engine.step()
+        assert self.engine.step(may_hold=self.may_hold)
         self.engine.check_integrity()
         self._check_snapshot(self.engine.snapshot())
         for life in self.judge.living:
