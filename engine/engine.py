@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine.adapters.desk import AdapterDesk, EngineDoors
-from engine.adapters.loaded import LoadedAdapters, describe_adapter
+from engine.adapters.loaded import LoadedAdapters
 from engine.engine_parts import EngineParts, scheduler_parts
 from engine.errors import (
     ContextOverflow,
@@ -52,7 +52,6 @@ from engine.slots.engine_calls import EngineCalls
 from engine.snapshot import describe
 from engine.step_timer import StepTimer
 from engine.types import (
-    AdapterInfo,
     CancelCause,
     EngineConfig,
     EventSink,
@@ -140,7 +139,7 @@ class Engine:
             counters = replace(now.counters, requests_refused=self._gate.num_refused)
         # Who was told that an adapter is loaded must find it here, before the next step.
         users = {one.adapter_id: one.active_requests for one in now.adapters}
-        adapters = self._describe_adapters(lambda adapter_id: users.get(adapter_id, 0))
+        adapters = self._loaded.described(lambda adapter_id: users.get(adapter_id, 0))
         return replace(now, counters=counters, adapters=adapters)
 
     def start(self) -> None:
@@ -465,7 +464,7 @@ class Engine:
         now = describe(
             self._scheduler, self._table, self._pages, self.pools.plan, queue_limit, most
         )
-        adapters = self._describe_adapters(self._scheduler.num_users)
+        adapters = self._loaded.described(self._scheduler.num_users)
         now = replace(
             now,
             step_times=self._step_timer.times,
@@ -477,15 +476,6 @@ class Engine:
         pool, figures = self.pools.experts()
         pool = replace(pool, ceiling=most[PoolKind.MOE_CACHE])
         return replace(now, pools=(*now.pools, pool), experts=figures)
-
-    def _describe_adapters(self, count_users: Callable[[int], int]) -> tuple[AdapterInfo, ...]:
-        loaded = self._loaded
-        return tuple(
-            describe_adapter(
-                one, count_users(one.adapter_id), is_leaving=loaded.is_leaving(one.adapter_id)
-            )
-            for one in loaded.adapters
-        )
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -178,6 +178,15 @@ class LoadedAdapters:
     def leave(self, adapter_ids: Iterable[int]) -> None:
         """Says which adapters are to be unloaded: for who comes now they are gone already."""
         self._leaving = frozenset(adapter_ids)
+
+    def described(self, count_users: Callable[[int], int]) -> tuple[AdapterInfo, ...]:
+        """Returns the adapters as lists show them; `count_users` of an id's running requests."""
+        infos: list[AdapterInfo] = []
+        for each in self.adapters:
+            adapter_id = each.adapter_id
+            users, is_leaving = count_users(adapter_id), self.is_leaving(adapter_id)
+            infos.append(describe_adapter(each, users, is_leaving=is_leaving))
+        return tuple(infos)
 
     def is_leaving(self, adapter_id: int) -> bool:
         """Whether an adapter is to be unloaded once its last user has ended; any thread may ask."""

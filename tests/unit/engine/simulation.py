@@ -303,7 +303,10 @@ class Simulation:
         return kinds + ([PoolKind.MOE_CACHE] if self.runner.num_experts else [])
 
     def _check_windows(self, now: Snapshot) -> None:
-        """A slot has no more than its window, or when it decodes its share of the floor."""
+        """A slot has no more than its window, or its share of the floor.
+
+        When it decodes, or when the device has its chunk: what that writes is held already.
+        """
         if self.window is None:
             return
         pool = now.pools[1]
@@ -311,8 +314,9 @@ class Simulation:
         kept = min(-(-(self.window + WINDOW_SLACK_TOKENS) // pool.unit_tokens) + 1, share)
         states = Counter(slot.state for slot in now.slots)
         assert pool.pinned <= kept * states[SlotState.IDLE]
-        still = states[SlotState.PREFILL] + states[SlotState.TRANSFER]
-        assert pool.used <= kept * still + share * states[SlotState.DECODE]
+        prefill = share if self.may_hold else kept
+        still = kept * states[SlotState.TRANSFER] + prefill * states[SlotState.PREFILL]
+        assert pool.used <= still + share * states[SlotState.DECODE]
 
     # Rest.
 

@@ -18,6 +18,7 @@ from engine.errors import (
     SlotContentNotFound,
     TokenNotInVocab,
 )
+from engine.step import StepBatch
 from engine.types import (
     CancelCause,
     Cancelled,
@@ -27,7 +28,7 @@ from engine.types import (
     Finished,
     Request,
 )
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeRunner, FakeStep
 from tests.fakes import FakeClock, fake_engine
 from tests.unit.engine.drive import Drive
 
@@ -205,6 +206,61 @@ def test_a_prompt_refused_for_its_length_leaves_content_and_running_requests_alo
     drive.rest()
     assert drive.started("again").cached_tokens == 2
     assert isinstance(drive.end("again"), Finished)
+
+
+class Watched(Drive):
+    """An engine that may hold what it tells, and what happened in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        start = self.runner.start
+
+        def logged(batch: StepBatch) -> FakeStep:
+            step = start(batch)
+            self.log.append("start")
+            return FakeStep(lambda: [self.log.append("results"), *step.results()][1:])
+
+        self.runner.start = logged  # type: ignore[method-assign]
+
+    def step(self) -> list[str]:
+        """Returns what happens in one step as the engine's own thread takes it."""
+        self.log.clear()
+        self.engine.step(may_hold=True)
+        return list(self.log)
+
+    def _on_events(self, events: Sequence[tuple[str, Event]]) -> None:
+        super()._on_events(events)
+        self.log += [type(event).__name__ for _, event in events]
+
+
+def test_what_a_step_did_is_told_while_the_device_has_the_next_one() -> None:
+    watched = Watched()
+    watched.engine.submit(ask("a", 3))
+    assert watched.step() == ["start", "Started", "results"]
+    assert watched.step() == ["start", "Chunk", "results"]
+    # The last one is followed by none, so nothing waits for it.
+    assert watched.step() == ["start", "Chunk", "results", "Chunk", "Finished"]
+
+
+def test_a_command_finds_everything_told_that_was_done_before_it() -> None:
+    watched = Watched()
+    engine = watched.engine
+    engine.submit(ask("a"))
+    watched.step()
+    done = engine.command(
+        lambda: (len(watched.chunks("a")), engine.snapshot().counters.generated_tokens)
+    )
+    watched.step()
+    assert done.result() == (1, 1)
+
+
+def test_nothing_is_held_while_something_else_waits() -> None:
+    watched = Watched()
+    watched.engine.submit(ask("a", None, slot_id=0))
+    watched.step()
+    watched.engine.erase_slot(0)  # waits for the request
+    assert watched.step() == ["Chunk", "start", "results", "Chunk"]
 
 
 def test_an_id_may_come_again_after_its_end() -> None:
