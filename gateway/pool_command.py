@@ -7,8 +7,10 @@ here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -16,10 +18,11 @@ import grpc
 from google.protobuf import duration_pb2
 from kvarts.v1 import rebuild_pb2, rebuild_pb2_grpc
 
-from gateway.pool_table import plan_text, pool_table, stages_text
+from gateway.pool_table import plan_text, pool_table, stages_text, state_text
 
 _SIZES = ("kv_pages", "swa_pages", "mamba_slots", "moe_cache_slots")
 _SHORT_CALL_S = 10.0
+_LOOK_S = 0.2
 # Beyond the drain: compiling and copying.
 _REBUILD_S = 600.0
 _MAX_UNITS = 2**63 - 1
@@ -81,9 +84,38 @@ def _change(
     if not arguments.yes and not _agrees(stdin, stdout):
         print("nothing was changed", file=stdout)
         return 1
-    done = stub.Rebuild(request, metadata=metadata, timeout=_REBUILD_S + arguments.drain_timeout)
+    request.request_id = str(uuid.uuid4())
+    timeout_s = _REBUILD_S + arguments.drain_timeout
+    call = stub.Rebuild.future(request, metadata=metadata, timeout=timeout_s)
+    for line in _progress(stub, call, request.request_id, metadata):
+        print(line, file=stdout, flush=True)
+    done = call.result()
     print(f"\n{plan_text(done)}\n{stages_text(done)}", file=stdout)
     return 0
+
+
+def _progress(
+    stub: rebuild_pb2_grpc.RebuildServiceStub,
+    call: grpc.Future[rebuild_pb2.RebuildResponse],
+    request_id: str,
+    metadata: tuple[tuple[str, str], ...],
+) -> Iterator[str]:
+    """Yields what the rebuild is doing, as often as that is something else, until it has ended."""
+    told = ""
+    while not call.done():
+        with contextlib.suppress(grpc.FutureTimeoutError):
+            call.exception(timeout=_LOOK_S)
+            return
+        try:
+            pools = stub.GetPools(
+                rebuild_pb2.GetPoolsRequest(), metadata=metadata, timeout=_SHORT_CALL_S
+            )
+        except grpc.RpcError:
+            continue  # how the rebuild itself ends says more
+        doing = state_text(pools, request_id)
+        if doing and doing != told:
+            told = doing
+            yield doing
 
 
 def _agrees(stdin: TextIO, stdout: TextIO) -> bool:
@@ -129,9 +161,21 @@ def _read_or_none(path: str | None) -> bytes | None:
 def _cause(error: grpc.RpcError, address: str) -> str:
     if not isinstance(error, grpc.Call):
         return str(error)
+    details = str(error.details())
     if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-        return f"no service at {address}: {error.details()}"
-    return str(error.details())
+        return f"no service at {address}: {_last_cause(details)}"
+    return details
+
+
+def _last_cause(details: str) -> str:
+    """What went wrong in the end, out of gRPC's chain of who failed because of whom.
+
+    Source: grpc-core's status strings: causes follow one another, separated by ": ".
+    """
+    if "DNS" in details or "resolving" in details:
+        return "its name is not known"
+    cause = " ".join(details.split()).rpartition(": ")[2] or "it does not answer"
+    return cause[:1].lower() + cause[1:]
 
 
 def _parser() -> argparse.ArgumentParser:

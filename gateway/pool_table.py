@@ -18,6 +18,11 @@ _SIZES = {
     "mamba": "mamba_slots",
     "moe_cache": "moe_cache_slots",
 }
+_DOING = {
+    rebuild_pb2.REBUILD_STATE_SERVING: "compiling for the new sizes; requests are served",
+    rebuild_pb2.REBUILD_STATE_DRAINING: "waiting for requests that run; new ones wait",
+    rebuild_pb2.REBUILD_STATE_REBUILDING: "replacing the pools",
+}
 _BAR_WIDTH = 32
 _LEGEND = "# used by requests   = held by idle slots   - cached   . free"
 _STEPS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -94,6 +99,13 @@ def stages_text(reply: rebuild_pb2.RebuildResponse) -> str:
     ]
     total = reply.elapsed.ToTimedelta().total_seconds()
     return f"done in {total:.3f} s ({', '.join(parts)})" if parts else "nothing to do"
+
+
+def state_text(reply: rebuild_pb2.GetPoolsResponse, request_id: str) -> str:
+    """What the rebuild of this id is doing; "" while it has not begun."""
+    if reply.last_request_id != request_id:
+        return ""
+    return _DOING.get(reply.state, "")
 
 
 def size_text(num_bytes: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +13,12 @@ import pytest
 from kvarts.v1 import generation_pb2, rebuild_pb2
 
 from gateway import pool_command
-from gateway.pool_table import aligned, bar, pool_table, size_text
+from gateway.pool_table import aligned, bar, pool_table, size_text, state_text
 from tests.contract.serving import Serving, serving
 from tests.fake_runner import EXPERTS, FakeRunner
+
+
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,68 @@ async def test_a_refusal_is_one_line_with_its_numbers() -> None:
     assert large.err.count("\n") == 1
 
 
-async def test_nobody_at_the_address_is_said() -> None:
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [("127.0.0.1:1", "connection refused"), ("nobody.invalid:1", "its name is not known")],
+)
+async def test_nobody_at_the_address_is_said_in_a_line(address: str, cause: str) -> None:
     out, err = io.StringIO(), io.StringIO()
-    argv = ["--service", "127.0.0.1:1"]
+    argv = ["--service", address]
     assert await asyncio.to_thread(pool_command.run, argv, io.StringIO(), out, err) == 1
-    assert err.getvalue().startswith("kvarts-pools: no service at 127.0.0.1:1: ")
+    assert err.getvalue() == f"kvarts-pools: no service at {address}: {cause}\n"
+
+
+class Heard(io.StringIO):
+    """What is printed; `event` is set once a line begins so."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self.event = threading.Event()
+        self._start = start
+
+    def write(self, text: str) -> int:
+        if text.startswith(self._start):
+            self.event.set()
+        return super().write(text)
+
+
+async def test_it_says_what_the_service_is_doing() -> None:
+    """Programs are ready only after it has told that they are compiled."""
+    out = Heard("compiling")
+
+    def compile_when_told(work: Callable[[], None]) -> None:
+        def wait() -> None:
+            out.event.wait(PATIENCE_S)
+            work()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    async with serving(parts={"start_compiling": compile_when_told}) as it:
+        argv = ["--service", f"127.0.0.1:{it.server.port}", "--kv-pages", "64", "--yes"]
+        err = io.StringIO()
+        status = await asyncio.to_thread(pool_command.run, argv, io.StringIO(), out, err)
+    assert (status, err.getvalue()) == (0, "")
+    assert out.event.is_set()
+    said = out.getvalue()
+    assert said.count("compiling for the new sizes; requests are served\n") == 1
+    assert said.index("compiling") < said.index("done in")
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ("SERVING", "compiling"),
+        ("DRAINING", "waiting"),
+        ("REBUILDING", "replacing"),
+        ("FAILED", ""),
+    ],
+)
+def test_only_of_its_own_rebuild_it_says_so(state: str, text: str) -> None:
+    value = rebuild_pb2.RebuildState.Value(f"REBUILD_STATE_{state}")
+    reply = rebuild_pb2.GetPoolsResponse(state=value, last_request_id="a")
+    assert state_text(reply, "a").startswith(text)
+    assert bool(state_text(reply, "a")) == bool(text)
+    assert state_text(reply, "b") == ""
 
 
 async def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
