@@ -17,7 +17,6 @@ from gateway.pool_table import aligned, bar, pool_table, size_text, state_text
 from tests.contract.serving import Serving, serving
 from tests.fake_runner import EXPERTS, FakeRunner
 
-
 PATIENCE_S = 30.0
 
 
