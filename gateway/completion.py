@@ -170,16 +170,13 @@ async def _whole(work: _Work) -> Response:
 async def _frames(work: _Work) -> AsyncGenerator[bytes, None]:
     """Yields b"" once the headers may go, then the bytes of every event."""
     facts: EndFacts | None = None
-    async with (
-        _beside(work.end_facts()) as asking,
-        work.run() as run,
-        contextlib.aclosing(run.events()) as events,
-    ):
+    async with work.run() as run, contextlib.aclosing(run.events()) as events:
         try:
             async for sample, event in events:
                 is_first = facts is None
                 if facts is None:
-                    facts = await asking
+                    # Not before: the calls would be in the way of the one that generates.
+                    facts = await work.end_facts()
                 write = partial(_written, work.dialect, sample, event, facts, is_first=is_first)
                 data = await off_loop(write, weight=work.weight)
                 if is_first:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.peer_json import Json, write
+from gateway.stall import Stall
 
 PING = b":\n\n"
 
@@ -82,34 +82,64 @@ class EventStream:
         raw = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         raw += [(key.encode(), value.encode()) for key, value in self.headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        # The status goes out now, not with the first event.
-        await self._send_body(send, b"")
         try:
-            async with contextlib.aclosing(self._with_pings()) as frames:
-                async for data in frames:
-                    await self._send_body(send, data)
+            async with Stall(self.stall_s) as stall, _Body(send, stall, self.ping_s) as body:
+                # The status goes out now, not with the first event.
+                await body.send(b"")
+                async for data in self.frames:
+                    await body.send(data)
         except TimeoutError:
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_body(self, send: Send, data: bytes) -> None:
-        async with asyncio.timeout(self.stall_s):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _with_pings(self) -> AsyncGenerator[bytes, None]:
-        timeout = self.ping_s if self.ping_s > 0 else None
+class _Body:
+    """What goes out piece by piece, with a comment wherever nothing went out for `ping_s`.
+
+    Whatever sends, a piece is written whole. One task pings for all of a stream: waiting for each
+    event with a timeout would cost more than sending it.
+    """
+
+    def __init__(self, send: Send, stall: Stall, ping_s: float) -> None:
+        self._send = send
+        self._stall = stall
+        self._ping_s = ping_s
+        self._loop = asyncio.get_running_loop()
+        self._sent_s = self._loop.time()
+        self._pinging: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _Body:
+        if self._ping_s > 0:
+            self._pinging = asyncio.create_task(self._ping())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._pinging is None:
+            return
+        self._pinging.cancel()
+        await asyncio.wait((self._pinging,))
+        if not self._pinging.cancelled():
+            self._pinging.result()
+
+    async def send(self, data: bytes) -> None:
+        """Sends a piece.
+
+        Raises:
+            TimeoutError: The client left the connection full for too long.
+        """
+        await self._stall.wait(self._put(data))
+
+    async def _put(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sent_s = self._loop.time()
+
+    async def _ping(self) -> None:
         while True:
-            step = asyncio.ensure_future(anext(self.frames, None))
-            try:
-                while not (await asyncio.wait((step,), timeout=timeout))[0]:
-                    yield PING
-                data = await step
-            finally:
-                step.cancel()
-                await asyncio.wait((step,))
-            if data is None:
-                return
-            yield data
+            due_s = self._sent_s + self._ping_s
+            if self._loop.time() >= due_s:
+                await self._put(PING)
+            else:
+                await asyncio.sleep(due_s - self._loop.time())
 
 
 async def _until_gone(receive: Receive) -> None:

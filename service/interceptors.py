@@ -10,7 +10,6 @@ Reflection needs a key exactly when other calls do; health is open so that probe
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import traceback
@@ -37,6 +36,7 @@ from service.errors import (
 )
 from service.keys import Access, KeyRing
 from service.metrics import Metrics
+from service.stall import Stall
 
 # grpc types a handler by its arity and its messages; here every one is treated alike. Only the
 # stubs of these classes are generic, hence the quotes.
@@ -179,20 +179,22 @@ class Fence(grpc.aio.ServerInterceptor):
             result: Any = inner(message, context)
             if not isasyncgen(result):
                 return await result
-            responses = cast("AsyncGenerator[Any, None]", result)
-            async with aclosing(responses):
-                async for response in responses:
-                    await self._write(context, response)
+            async with aclosing(cast("AsyncGenerator[Any, None]", result)) as responses:
+                await self._write_all(context, responses)
             return None
 
         return driven
 
-    async def _write(self, context: Context, message: Any) -> None:
-        """Writes one message, giving up on a reader whose window stays closed for too long."""
+    async def _write_all(self, context: Context, responses: AsyncGenerator[Any, None]) -> None:
+        """Writes every message, giving up on a reader whose window stays closed for too long."""
+        stall = Stall(self._stall_limit_s)
         try:
-            async with asyncio.timeout(self._stall_limit_s):
-                await context.write(message)
+            async with stall:
+                async for response in responses:
+                    await stall.wait(context.write(response))
         except TimeoutError as error:
+            if not stall.has_ended:
+                raise
             raise StalledReader(self._stall_limit_s) from error
 
 
