@@ -69,8 +69,10 @@ e2e: setup
 bench: setup
 	$(PY) -m tests.bench $(ARGS)
 
+# Longer searches, 100 rebuilds under streams, and servers killed amid saves and rebuilds.
 nightly: setup audit
-	$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
+	REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 \
+		$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
 
 # 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.
 device: setup
