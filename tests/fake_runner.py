@@ -102,9 +102,10 @@ class FakeRunner:
 
     With a `window` a second memory, addressed by the window pages, holds the same tokens; of it only
     what the step's tokens see is read, and the answer depends on it too. `next_token` replaces the
-    hash by a choice of one token. `fail_with` makes the next step raise, when its results are asked
-    for unless `fails_at_start`; if that is a PoolLost, all memory is forgotten. `poison` returns NaN for sequences that begin with these tokens. With
-    `max_texts` it is an encoder, whose steps have nothing but whole texts.
+    hash by a choice of one token. `on_run` is called when a step's results are asked for, while the
+    device computes. `fail_with` makes the next step raise, then too unless `fails_at_start`; if that
+    is a PoolLost, all memory is forgotten. `poison` returns NaN for sequences that begin with these
+    tokens. With `max_texts` it is an encoder, whose steps have nothing but whole texts.
     """
 
     num_pages: int
@@ -316,23 +317,23 @@ class FakeRunner:
     def start(self, batch: StepBatch) -> FakeStep:
         """Checks a step; it touches no page before its results are asked for."""
         assert not self._is_running, "a step before the results of the last one"
-        if self.on_run is not None:
-            self.on_run(batch)
         if self.keep_batches:
             self.batches.append(batch)
         assert self.num_experts == self._sizes.moe_cache, "experts of no size that was asked for"
         if self.max_texts:
-            return self._running(lambda: self._read_texts(batch))
+            return self._running(batch, lambda: self._read_texts(batch))
         self._check(batch, batch.works)
         if self.fails_at_start:
             self._fail_if_due(batch.works)
-        return self._running(lambda: self._evaluate(batch))
+        return self._running(batch, lambda: self._evaluate(batch))
 
-    def _running(self, work: Callable[[], list[RowLogits | None]]) -> FakeStep:
+    def _running(self, batch: StepBatch, work: Callable[[], list[RowLogits | None]]) -> FakeStep:
         self._is_running = True
 
         def results() -> list[RowLogits | None]:
             assert self._is_running, "results are asked for once"
+            if self.on_run is not None:
+                self.on_run(batch)
             self._is_running = False
             return work()
 
