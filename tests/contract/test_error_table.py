@@ -281,11 +281,11 @@ async def test_a_refused_sample_takes_the_others_with_it() -> None:
 
 async def test_the_samples_of_a_call_count_once_in_the_queue() -> None:
     gate = StepGate()
-    config = replace(CONFIG, num_slots=2, queue_requests=2)
+    config = replace(CONFIG, num_slots=2, queue_requests=1)
     async with serving(config=config, runner=gated_runner(gate)) as it:
         first = asyncio.create_task(it.collect(GenerateRequest(text="x", max_tokens=1)))
         await gate.arrival()
-        # Until its step ends, the first one counts as waiting.
+        # It has started, and so waits no longer.
         samples = GenerateRequest(text="y", num_samples=2, max_tokens=1)
         second = asyncio.create_task(it.collect(samples))
         for _ in range(3):
@@ -295,7 +295,7 @@ async def test_the_samples_of_a_call_count_once_in_the_queue() -> None:
         assert await first
         assert await second
     assert refused.reason == "QUEUE_FULL"
-    assert refused.metadata == {"queued": "2", "limit": "2"}
+    assert refused.metadata == {"queued": "1", "limit": "1"}
 
 
 SLOT_FILE_CALLS: list[tuple[str, Any]] = [
