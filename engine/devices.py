@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import jax
-from jax.extend.backend import clear_backends
 
 from engine.errors import InvalidField
 from engine.memory.available import available_bytes
@@ -60,6 +59,9 @@ def available_memory() -> int | None:
 
 
 def _fall_back_to_cpu() -> str:
+    # It brings much that nobody else needs, and this is rare.
+    from jax.extend.backend import clear_backends
+
     jax.config.update("jax_platforms", "cpu")
     clear_backends()
     return jax.default_backend()

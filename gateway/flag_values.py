@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 INT32_MAX = 2**31 - 1
+# How like a known flag a word must be for that to have been meant.
+_NEAR = 0.7
 MAX_PORT = 65535
 MAX_KEY_FILE_BYTES = 1 << 20
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -25,6 +28,16 @@ _HOST_PORT = re.compile(r"(?:\[[^\[\]]+\]|[^\[\]/:\s]+):([0-9]{1,5})")
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 _ON = ("on", "enabled", "true", "1")
 _OFF = ("off", "disabled", "false", "0")
+
+
+def unknown(word: str, known: Iterable[str]) -> str:
+    """What is said of a word that is no flag: the nearest one, if it was meant for one."""
+    if not word.startswith("-"):
+        return f"{word[:80]!r} is no flag, and belongs to none (--help lists all)"
+    name = word.partition("=")[0]
+    near = get_close_matches(name, [*known], 1, _NEAR)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown flag {name}{hint} (--help lists all)"
 
 
 def integer(low: int, high: int = INT32_MAX) -> Callable[[str], int]:

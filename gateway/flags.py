@@ -202,7 +202,10 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> GatewayOp
         FlagError: an unknown flag, a bad value, or no service address.
     """
     values: dict[str, Any] = {}
-    given = vars(_parser().parse_args(list(arguments)))
+    namespace, others = _parser().parse_known_args(list(arguments))
+    if others:
+        raise FlagError(read.unknown(others[0], (name for flag in FLAGS for name in flag.names)))
+    given = vars(namespace)
     for flag in FLAGS:
         text = environment.get(flag.variable)
         if text and given.get(flag.variable) is None:

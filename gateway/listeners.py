@@ -58,7 +58,8 @@ def _bind(host: str, port: int, *, is_one_of_many: bool) -> socket.socket:
     except OSError as error:
         # The system's own words never say which of the addresses it was.
         name = host if is_file else f"{host}:{port}"
-        raise OSError(f"cannot listen on {name}: {error.strerror}") from error
+        flag = "--host" if is_file else "--port"
+        raise OSError(f"cannot listen on {name}: {error.strerror} (see {flag})") from error
 
 
 def _bind_tcp(host: str, port: int, is_one_of_many: bool) -> socket.socket:

@@ -18,6 +18,7 @@ import grpc
 from google.protobuf import duration_pb2
 from kvarts.v1 import rebuild_pb2, rebuild_pb2_grpc
 
+from gateway.flag_values import unknown
 from gateway.pool_table import plan_text, pool_table, stages_text, state_text
 
 _SIZES = ("kv_pages", "swa_pages", "mamba_slots", "moe_cache_slots")
@@ -44,7 +45,12 @@ def main() -> None:
 
 def run(argv: Sequence[str], stdin: TextIO, stdout: TextIO, stderr: TextIO) -> int:
     """Does what the words say; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others:
+        parser.error(
+            unknown(others[0], (f"--{name.replace('_', '-')}" for name in vars(arguments)))
+        )
     try:
         key = _key(arguments)
         metadata = (("authorization", f"Bearer {key}"),) if key else ()

@@ -17,6 +17,7 @@ from typing import NoReturn
 from service.flag_help import render_help
 from service.flag_table import FLAGS
 from service.flags import Flag, FlagError, Parsed, Scope, parse, wants
+from service.named_files import refuse_missing
 from service.options import (
     SERVICE_PORT,
     ServiceOptions,
@@ -54,6 +55,7 @@ def server_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Serv
         service = replace(service_options(parsed), own_key=own_key)
         options = ServerOptions(service, parsed, own_key)
         options.gateway_line("")
+        _look_at_files(service)
     except FlagError as error:
         _refuse("kvarts-server", error)
     return options
@@ -65,11 +67,18 @@ def service_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Ser
     try:
         _check_scope(argv)
         options = service_options(_parse(argv, environ, FLAGS))
+        _look_at_files(options)
     except FlagError as error:
         _refuse("kvarts-service", error)
     if options.grpc_port is None:
         return replace(options, grpc_port=SERVICE_PORT)
     return options
+
+
+def _look_at_files(options: ServiceOptions) -> None:
+    # A check tells of all files, and of more than whether they are there.
+    if not options.checks_only:
+        refuse_missing(options)
 
 
 def _without_gateway() -> tuple[Flag, ...]:

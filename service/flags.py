@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
 from service.flag_values import BadValue, Kind
 
+# How like a known flag a word must be for that to have been meant.
+_NEAR = 0.7
 _SECTIONS = frozenset({"", "*", "default"})
 
 
@@ -173,7 +176,11 @@ def _unknown(word: str, known: Mapping[str, object]) -> str:
     name, equals, _ = word.partition("=")
     if equals and _normal(name) in known:
         return f"unknown flag {name}=...: write the value as its own word, {name} VALUE"
-    return f"unknown flag {word} (--help lists all)"
+    if not word.startswith("-"):
+        return f"{word[:80]!r} is no flag, and belongs to none (--help lists all)"
+    near = get_close_matches(_normal(name), known, 1, _NEAR)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown flag {word}{hint} (--help lists all)"
 
 
 def _from_environment(environ: Mapping[str, str], flags: Sequence[Flag]) -> Iterator[_Setting]:

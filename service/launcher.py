@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -43,6 +44,8 @@ Serve = Callable[[ServiceOptions, asyncio.Event], Awaitable[int]]
 
 def main() -> NoReturn:
     """Runs kvarts-server, then ends the process."""
+    # Imports leave no cycles worth looking for; the load turns the collector on again.
+    gc.disable()
     options = server_command_line(sys.argv[1:], os.environ)
     service = options.service
     configure(service.log_format, service.log_level, service.log_file)

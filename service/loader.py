@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,8 @@ _LOG = logging.getLogger("kvarts.service")
 
 # What a load takes beyond weights and pools: a share of them, and compiling.
 _SPARE_PARTS = 10
+# Between two lines of one stage of a load.
+_QUIET_S = 2.0
 _COMPILE_BYTES = 256 << 20
 
 _SPECIAL = (
@@ -73,7 +77,7 @@ def load_named(options: ServiceOptions, sink: EventSink) -> LoadedModel:
         options.engine,
         sink,
         pre_override=options.pre_override,
-        progress=_Report(),
+        progress=LoadReport(),
         resident_bytes=resident_bytes,
     )
     model = _describe(options, loaded, _names(options, path))
@@ -113,7 +117,7 @@ class Loader:
     def load(self, order: ModelOrder, sink: EventSink, on_progress: OnProgress) -> LoadedModel:
         """Loads a model; see `ModelLoader.load`."""
         _LOG.info("loading %s", order.path)
-        report = _Report()
+        report = LoadReport()
 
         def progress(now: LoadProgress) -> None:
             report(now)
@@ -139,17 +143,27 @@ class Loader:
         gc.freeze()
 
 
-class _Report:
-    """Logs each tenth of each stage of a load."""
+class LoadReport:
+    """Logs each stage of a load at its end, and before that its tenths where it takes long."""
 
-    def __init__(self) -> None:
-        self._shown = ("", -1)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begins a load; `clock` tells seconds."""
+        self._clock = clock
+        self._shown = ("", 0)
+        self._told_s = 0.0
 
     def __call__(self, progress: LoadProgress) -> None:
+        """Takes how far a stage is."""
+        now_s = self._clock()
+        stage, shown = self._shown
+        if stage != progress.stage:
+            stage, shown, self._told_s = progress.stage, 0, now_s
         tenth = progress.done * 10 // max(1, progress.total)
-        if self._shown != (progress.stage, tenth):
-            self._shown = (progress.stage, tenth)
-            _LOG.info("%s: %d %%", progress.stage, tenth * 10)
+        self._shown = (stage, shown)
+        if tenth == shown or (tenth < 10 and now_s - self._told_s < _QUIET_S):
+            return
+        self._shown, self._told_s = (stage, tenth), now_s
+        _LOG.info("%s: %d %%", stage, tenth * 10)
 
 
 def _layout(options: ServiceOptions, order: ModelOrder) -> EngineConfig:

@@ -8,7 +8,9 @@ model is there. It must not know what a servicer does.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -310,6 +312,7 @@ class Server:
             self.addresses += (address,)
         if options.grpc_port is not None:
             address = _address(options.grpc_host, options.grpc_port)
+            _refuse_taken(options.grpc_host, options.grpc_port)
             self.port = self._listen(address, self._server_credentials())
             self.addresses += (_address(options.grpc_host, self.port),)
         if options.metrics_port is not None:
@@ -317,7 +320,7 @@ class Server:
             try:
                 metrics = MetricsServer(self._metrics, host, port)
             except OSError as error:
-                raise BindError(f"cannot listen on {_address(host, port)}: {error}") from error
+                raise _refused(_address(host, port), error.strerror, "--metrics-port") from error
             self.metrics_port = self._closing.enter_context(metrics).port
 
     def _server_credentials(self) -> grpc.ServerCredentials | None:
@@ -342,7 +345,24 @@ class Server:
                 return self._grpc.add_insecure_port(address)
             return self._grpc.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise BindError(f"cannot listen on {address}: the address is in use") from error
+            raise _refused(address, "the address cannot be had", "--grpc-port") from error
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    """Looks first, since gRPC tells of a taken port on stderr, in words of its own."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _refused(_address(host, port), error.strerror, "--grpc-port") from error
+
+
+def _refused(address: str, cause: str | None, flag: str) -> BindError:
+    return BindError(f"cannot listen on {address}: {cause} (see {flag})")
 
 
 async def serve(
@@ -362,8 +382,8 @@ async def serve(
     try:
         await server.start()
     except BindError as error:
-        _LOG.error("%s", error)
         await server.stop(0.0)
+        _LOG.error("%s", error)
         return 1
     _LOG.info("listening on %s", ", ".join(server.addresses))
     if server.metrics_port is not None:
@@ -376,14 +396,21 @@ async def serve(
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(server.load(load_model or _named_by(options)))
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-    status = 0 if stop.is_set() else _load_status(loading)
-    if status == 0:
+    failure = None if stop.is_set() else loading.exception()
+    if failure is None:
+        if not stop.is_set():
+            _LOG.info("ready")
         await stopping
-    await server.stop(options.shutdown_timeout_s if status == 0 else 0.0)
+    await server.stop(options.shutdown_timeout_s if failure is None else 0.0)
     for task in (loading, stopping):
         task.cancel()
     await asyncio.gather(loading, stopping, return_exceptions=True)
-    return status
+    # The last line says how it ended.
+    if failure is not None:
+        _log_failure(failure)
+        return 1
+    _LOG.info("stopped")
+    return 0
 
 
 def _named_by(options: ServiceOptions) -> LoadModel:
@@ -391,21 +418,19 @@ def _named_by(options: ServiceOptions) -> LoadModel:
         # jax takes a second to import, which health and the gateway must not wait for.
         from service.loader import load_named
 
+        # What was imported stays: no collection needs to look at it again.
+        gc.freeze()
+        gc.enable()
         return load_named(options, sink)
 
     return load
 
 
-def _load_status(loading: asyncio.Task[None]) -> int:
-    error = loading.exception()
-    if error is None:
-        _LOG.info("ready")
-        return 0
+def _log_failure(error: BaseException) -> None:
     if isinstance(error, EngineError | FetchError):
         _LOG.error("cannot load the model: %s", error)
     else:
         _LOG.error("cannot load the model", exc_info=error)
-    return 1
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:

@@ -75,7 +75,8 @@ class MatrixStack:
             ],
             np.int32,
         )
-        kind, codes, scales, offsets, stride = (jnp.asarray(column) for column in table.T)
+        # Nothing is compiled for it, as an operation would be for each shape.
+        kind, codes, scales, offsets, stride = jax.device_put([*table.T], may_alias=False)
         ((count, rows, cols),) = shapes
         return MatrixStack(
             kind, codes, scales, offsets, stride, rows, cols, layouts, count, is_native
@@ -83,13 +84,12 @@ class MatrixStack:
 
     def single(self) -> MatrixStack:
         """The only matrix of a stack of one, as scalars."""
+        columns = (self.kind, self.codes, self.scales, self.offsets, self.stride)
+        kind, codes, scales, offsets, stride = jax.device_put(
+            [np.asarray(column)[0] for column in columns]
+        )
         return dataclasses.replace(
-            self,
-            kind=self.kind[0],
-            codes=self.codes[0],
-            scales=self.scales[0],
-            offsets=self.offsets[0],
-            stride=self.stride[0],
+            self, kind=kind, codes=codes, scales=scales, offsets=offsets, stride=stride
         )
 
     @property

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from engine.model.spec import ModelSpec
@@ -82,4 +81,4 @@ def place_layers(
             rows.append((WINDOW, next_window, layer.window, layer.rope_id, first_state))
             next_window += num_window_pages + 1
     columns = np.array(rows, np.int32).T
-    return Place(*(jnp.asarray(column) for column in columns))
+    return Place(*jax.device_put([*columns], may_alias=False))

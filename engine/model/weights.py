@@ -140,7 +140,8 @@ def _load(
         name: MatrixStack.of([arena.matrices[f"{name}.weight"]], is_native=is_native).single()
         for name in global_matrices(spec)
     }
-    outside |= {name: jnp.asarray(arrays[name]) for name in global_vectors(spec)}
+    vectors = {name: arrays[name] for name in global_vectors(spec)}
+    outside |= jax.device_put(vectors, may_alias=False)
     data = jax.device_put(arena.data, may_alias=True)
     weights = Weights(data, runs, outside, is_native)
     if experts is None:
@@ -206,9 +207,11 @@ def _run_arrays(
         )
         for name, full_name in in_file.items()
     }
-    for name in block_arrays(block, spec.width):
-        found[name] = jnp.asarray(np.stack([arrays[f"blk.{i}.{name}"] for i in layers]))
-    return found
+    stacks = {
+        name: np.stack([arrays[f"blk.{i}.{name}"] for i in layers])
+        for name in block_arrays(block, spec.width)
+    }
+    return found | jax.device_put(stacks, may_alias=False)
 
 
 def _expert_stacks(

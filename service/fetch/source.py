@@ -31,6 +31,8 @@ def resolve_model(
         raise FetchError("-m and -hf both name a model: give one of them")
     if source.path:
         path = Path(source.path)
+        if path.is_dir():
+            raise FetchError(f"-m {source.path}: is a folder, where a .gguf file is wanted")
         if not path.is_file():
             raise FetchError(f"-m {source.path}: no such file")
         return path

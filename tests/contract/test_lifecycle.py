@@ -335,7 +335,10 @@ class BreakableClock(FakeClock):
         return super().__call__()
 
 
-async def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
+async def test_serve_runs_until_it_is_told_to_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvarts.service")
     socket = tmp_path / "s.sock"
     stop = asyncio.Event()
     served = asyncio.create_task(
@@ -353,6 +356,7 @@ async def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
             pass
         stop.set()
         assert await served == 0
+    assert caplog.records[-1].message == "stopped"
 
 
 async def test_serve_stops_during_a_load_without_waiting_for_it() -> None:
@@ -377,16 +381,18 @@ async def test_serve_reports_a_model_that_cannot_be_loaded(
     def load(sink: EventSink) -> LoadedModel:
         raise OSError("no such model")
 
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.INFO):
         assert await serve(options(), asyncio.Event(), load) == 1
-    assert "cannot load the model" in caplog.text
+    # The last that is said is why.
+    assert "cannot load the model" in caplog.records[-1].message
 
 
 async def test_a_second_server_on_the_same_port_is_refused_by_name() -> None:
     async with serving() as it:
         port = it.server.port
         second = Server(options(grpc_port=port))
-        with pytest.raises(BindError, match=f"127.0.0.1:{port}"):
+        words = rf"127.0.0.1:{port}: Address already in use \(see --grpc-port\)"
+        with pytest.raises(BindError, match=words):
             await second.start()
         await second.stop(0)
         assert await serve(options(grpc_port=port), asyncio.Event()) == 1

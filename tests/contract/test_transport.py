@@ -9,9 +9,12 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from kvarts.v1 import model_pb2, model_pb2_grpc
 
 from service.server import Server
@@ -82,6 +85,26 @@ async def test_reflection_lists_every_service(version: str) -> None:
     for name in ("Generation", "Tokenization", "Embedding", "Model", "Slot", "Lora", "Rebuild"):
         assert f"kvarts.v1.{name}Service".encode() in reply
     assert b"grpc.health.v1.Health" in reply
+
+
+async def test_reflection_describes_the_details_of_errors() -> None:
+    """What grpcurl needs to show them as more than bytes."""
+    path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    async with serving() as it:
+        for name in ("ErrorInfo", "BadRequest", "RetryInfo"):
+            ask = reflection_pb2.ServerReflectionRequest(
+                file_containing_symbol=f"google.rpc.{name}"
+            )
+            untyped: Any = it.channel
+            call = untyped.stream_stream(path)(iter((ask.SerializeToString(),)))
+            (reply,) = [
+                reflection_pb2.ServerReflectionResponse.FromString(data) async for data in call
+            ]
+            files = [
+                descriptor_pb2.FileDescriptorProto.FromString(data).name
+                for data in reply.file_descriptor_response.file_descriptor_proto
+            ]
+            assert "google/rpc/error_details.proto" in files
 
 
 @needs_buf

@@ -224,7 +224,7 @@ LISTS: list[tuple[str, Message]] = [
 
 async def _over_http(session: httpx.AsyncClient, seen: _Seen) -> None:
     for path, body in HTTP:
-        content = [] if path == "/lora-adapters" else body
+        content: Any = [] if path == "/lora-adapters" else body
         answer = await session.post(path, json=content, headers={"x-a": TOLD["header"]})
         assert answer.status_code == 200, (path, answer.text)
     for path, body, kind in HTTP_REFUSED:

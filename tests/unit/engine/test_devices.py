@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import jax
 import pytest
+from jax.extend import backend as jax_backend
 
-from engine import devices
 from engine.devices import choose_device
 from engine.errors import InvalidField
 
@@ -28,7 +28,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> Callable[[st
 
     def pretend(name: str) -> None:
         cleared: list[None] = []
-        monkeypatch.setattr(devices, "clear_backends", lambda: cleared.append(None))
+        monkeypatch.setattr(jax_backend, "clear_backends", lambda: cleared.append(None))
         monkeypatch.setattr(jax, "default_backend", lambda: "cpu" if cleared else name)
 
     return pretend

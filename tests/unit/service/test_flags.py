@@ -183,7 +183,9 @@ def test_underscores_are_hyphens_in_long_names() -> None:
     [
         (["--no-such-flag"], "unknown flag --no-such-flag"),
         (["--port=1"], "write the value as its own word, --port VALUE"),
-        (["stray"], "unknown flag stray"),
+        (["stray"], "'stray' is no flag, and belongs to none"),
+        (["--ctx-sise", "5"], "unknown flag --ctx-sise; did you mean --ctx-size?"),
+        (["--no-mmap-at-all"], "unknown flag --no-mmap-at-all"),
         (["--port"], "--port: expected a value N"),
         (["--port", "65536"], "--port '65536': must be between 0 and 65535"),
         (["--port", "x"], "--port 'x': must be an integer between 0 and 65535"),

@@ -32,9 +32,9 @@ def test_a_file(tmp_path: Path) -> None:
     assert _resolve(_source(tmp_path, path=str(file))) == file
 
 
-@pytest.mark.parametrize("name", ["none.gguf", "."])
-def test_no_such_file(tmp_path: Path, name: str) -> None:
-    with pytest.raises(FetchError, match="no such file"):
+@pytest.mark.parametrize(("name", "cause"), [("none.gguf", "no such file"), (".", "is a folder")])
+def test_no_such_file(tmp_path: Path, name: str, cause: str) -> None:
+    with pytest.raises(FetchError, match=cause):
         _resolve(_source(tmp_path, path=str(tmp_path / name)))
 
 
