@@ -28,8 +28,8 @@ class _Renders(Protocol):
 
 
 def framed(tags: ReasoningTags, template: _Renders) -> ReasoningTags:
-    """Returns the tags with their white space; as they are where the template does not show it."""
-    if not tags.start:
+    """Returns the tags with the white space of a template; as they are where it shows none."""
+    if not tags.start or tags.is_fixed:
         return tags
     try:
         text = template.render(_TURNS, add_generation_prompt=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.text.chat_format import (
+    FIXED_THINK,
     PLAIN,
     THINK,
     Block,
@@ -173,7 +174,7 @@ FAMILIES: tuple[ChatFormat, ...] = (
                 '<param name="', '">', "</param>", verbatim=("<![CDATA[", "]]>")
             ),
         ),
-        THINK,
+        FIXED_THINK,
         leading_space=LeadingSpace.DROPPED,
     ),
     ChatFormat(
@@ -187,7 +188,7 @@ FAMILIES: tuple[ChatFormat, ...] = (
         "qwen3.5",
         ("<tool_call>", "<function=", "<parameter="),
         _QWEN_CALLS,
-        THINK,
+        FIXED_THINK,
         without=("<seed:tool_call>",),
         leading_space=LeadingSpace.DROPPED,
         reasoning_stops=("<tool_call>",),

@@ -15,7 +15,7 @@ class ReasoningTags:
 
     `start_gap` follows `start`, `end_lead` is in front of `end` and `end_gap` behind it. A `start` of
     "" has no mark: reasoning goes on from the prompt. `end_leads`: an answer without reasoning may
-    begin with `end`.
+    begin with `end`. `is_fixed`: the white space is the family's, whatever its templates write.
     """
 
     start: str
@@ -24,6 +24,7 @@ class ReasoningTags:
     end_lead: str = ""
     end_gap: str = ""
     end_leads: bool = False
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,5 +264,8 @@ class ChatFormat:
 
 
 THINK = ReasoningTags("<think>", "</think>")
+FIXED_THINK = ReasoningTags(
+    "<think>", "</think>", start_gap="\n", end_lead="\n", end_gap="\n\n", is_fixed=True
+)
 # Nothing is told apart.
 PLAIN = ChatFormat("content")

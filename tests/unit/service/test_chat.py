@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kvarts.v1 import common_pb2
 
 from engine.errors import InvalidField, NotSupported
+from engine.text.chat_families import FAMILIES
 from engine.text.chat_format import ChatFormat, ReasoningTags
 from service.chat import render_chat
 from service.defaults import GenerationDefaults
@@ -200,6 +202,30 @@ def test_a_turn_goes_on_in_its_reasoning_or_behind_it(
     assert rendered.thinking == thinking
     assert rendered.echoed_reasoning == reasoning
     assert rendered.echo == ("" if thinking else content)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "minicpm-5"])
+def test_where_the_family_says_the_white_space_the_template_does_not(family: str) -> None:
+    """As llama.cpp has it for Nemotron 3 and StepFun, whose templates write one newline there."""
+
+    class OneNewline:
+        def render(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
+            return "".join(
+                f"{m['role']}:<think>\n{m.get('reasoning_content', '')}\n</think>\n{m['content']};"
+                if m["role"] == "assistant"
+                else f"{m['role']}:{m['content']};"
+                for m in messages
+            )
+
+    (row,) = [one for one in FAMILIES if one.name == family]
+    assert row.reasoning is not None
+    chat_format = replace(row, reasoning=framed(row.reasoning, OneNewline()))
+    chat = common_pb2.ChatPrompt(
+        messages=[message("user", "x"), message("assistant", "so", reasoning="hm")],
+        final_message=CONTINUED,
+    )
+    rendered = render_chat(chat, OneNewline(), GenerationDefaults(), "chat", chat_format)
+    assert rendered.text.endswith("<think>\nhm\n</think>\n\nso")
 
 
 def test_a_prompt_tells_whether_it_opened_reasoning() -> None:
