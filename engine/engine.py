@@ -266,6 +266,7 @@ class Engine:
             on_resized=self._on_resized,
             on_failed=self._on_pools_lost,
             clock=parts.clock,
+            available_bytes=parts.available_bytes,
         )
 
     def _on_resized(self) -> None:

@@ -32,6 +32,10 @@ def _new_error_id() -> str:
     return uuid.uuid4().hex
 
 
+def _untold() -> int | None:
+    return None
+
+
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is made of; tests replace any of it.
@@ -40,7 +44,8 @@ class EngineParts:
     key begins. `start_file_work` runs the file side of a save or a restore on another thread, `start_compiling`
     what compiles the programs of a rebuild.
     `experts` tells how the moe_cache pool of a model that has one stands, `memory` what all pools
-    have to fit into. `head` scores texts, where the model has one.
+    have to fit into. `head` scores texts, where the model has one. `available_bytes` tells what the
+    system still has where pools lie, None where it does not tell.
     """
 
     runner: Runner
@@ -58,6 +63,7 @@ class EngineParts:
     experts: Callable[[], tuple[PoolInfo, ExpertFigures]] | None = None
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     head: ScoringHead | None = None
+    available_bytes: Callable[[], int | None] = _untold
 
 
 def scheduler_parts(

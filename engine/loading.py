@@ -36,6 +36,7 @@ from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
 from engine.gguf.vocab import Vocab, read_vocab
 from engine.kernels import native
+from engine.memory.available import available_bytes
 from engine.memory.expert_store import ExpertShape
 from engine.memory.heap import give_back
 from engine.memory.planner import KvShape, MemoryPlan, plan_memory
@@ -194,6 +195,8 @@ def load_engine(
             tokenizer, sampler_vocab = tokenizing.result()
     limits = _memory_limits(config, spec, runner.fixed_bytes, process_bytes)
     replaced: dict[str, Any] = {"memory": limits} | parts
+    if jax.default_backend() == "cpu":  # elsewhere copies lie in another memory than pools
+        replaced = {"available_bytes": available_bytes} | replaced
     engine_parts = EngineParts(
         runner=runner,
         tokenizer=tokenizer,

@@ -20,15 +20,16 @@ from jax import lax
 from engine.adapters.capacity import AdapterCapacity
 from engine.kernels import native
 from engine.model.adapter_banks import AdapterBanks, BankArrays
-from engine.model.attention import BLOCK_TOKENS
+from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.context import vector
 from engine.model.decoder import forward
-from engine.model.device_pools import Pools, PoolSizes, new_pools
+from engine.model.device_pools import Pools, PoolSizes, new_pages, new_pools, new_states_of
 from engine.model.moving import TokenMoves, can_move
 from engine.model.page_io import PageIo
 from engine.model.place import Place, place_layers
 from engine.model.spec import ModelSpec
 from engine.model.state_io import StateIo
+from engine.model.states import StatePool
 from engine.model.weights import Weights
 from engine.packed_step import Bucket, PackedStep, StepLimits
 from engine.step import DeviceSizes
@@ -125,6 +126,7 @@ class PoolPrograms:
         self._banks = banks
         self._limits = _step_limits(spec, config)
         self._steps: dict[Bucket, Program] = {}
+        self._empty: tuple[Callable[[], KvPool], Callable[[], StatePool | None]] | None = None
 
     @property
     def sizes(self) -> DeviceSizes:
@@ -202,9 +204,27 @@ class PoolPrograms:
         programs: list[Any] = list(self._steps.values())
         return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
+    def compile_empty(self) -> tuple[Callable[[], KvPool], Callable[[], StatePool | None]]:
+        """Compiles what makes empty pools, so that nothing does while they are replaced."""
+        if self._empty is None:
+            given = self._spec, self.config.pool_sizes
+            self._empty = (
+                jax.jit(partial(new_pages, *given)).lower().compile(),
+                jax.jit(partial(new_states_of, *given)).lower().compile(),
+            )
+        return self._empty
+
+    def new_pages(self) -> KvPool:
+        """Empty pages of these sizes."""
+        return self.compile_empty()[0]()
+
+    def new_states(self) -> StatePool | None:
+        """Empty states of these sizes; None where the model has none."""
+        return self.compile_empty()[1]()
+
     def new_pools(self) -> Pools:
         """Empty pools of these sizes."""
-        return new_pools(self._spec, self.config.pool_sizes)
+        return self.new_pages(), self.new_states()
 
     def _compile(self, bucket: Bucket) -> None:
         shape = self.packed(bucket)

@@ -18,7 +18,7 @@ from enum import Enum
 
 from engine.errors import EngineError
 from engine.failpoints import Failpoints, Site
-from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack
+from engine.memory.errors import PoolsBusy, RebuildFailed, RebuildRolledBack, TooLarge
 from engine.memory.pages import PageAllocator
 from engine.memory.split import PoolSizes, Split, SplitShape, check_target
 from engine.slots.forecast import forecast
@@ -108,6 +108,7 @@ class RebuildDoors:
     `num_rows` and `num_transfers` run now. `set_open` lets waiting work begin or not. `post` runs
     something on the engine thread, from any other; `start` runs something on another thread.
     `on_resized` is called with new sizes in force, `on_failed` once nothing can be served any more.
+    `available_bytes` tells what the system still has where pools and copies lie, if it tells.
     """
 
     split: Callable[[], tuple[SplitShape, PoolSizes]]
@@ -120,6 +121,7 @@ class RebuildDoors:
     on_resized: Callable[[], None]
     on_failed: Callable[[], None]
     clock: Callable[[], float]
+    available_bytes: Callable[[], int | None]
 
 
 @dataclass(eq=False)
@@ -235,6 +237,8 @@ class Rebuilds:
         if not wish.validate_only and not is_same:
             self._refuse_if_busy(wish)
         split = check_target(shape, current, wish.target)
+        if not is_same:
+            self._refuse_if_short(current, split)
         if wish.validate_only or is_same:
             return self._forecast(wish, current, split, began_s)
         self.last_request_id = wish.request_id
@@ -249,6 +253,28 @@ class Rebuilds:
         cause = self._busy_cause()
         if cause and not wish.drain_s:
             raise PoolsBusy(cause, self._doors.num_rows())
+
+    def _refuse_if_short(self, current: PoolSizes, split: Split) -> None:
+        """The budget is not all: for a while there are copies, and the system may have no room."""
+        available = self._doors.available_bytes()
+        if available is None:
+            return
+        sizes = self._device_sizes(split.sizes)
+        units = forecast(self._table, self._pages, sizes).units
+        copied = self._bytes_of(units, Touched.of(self._device_sizes(current), sizes))
+        shape, _ = self._doors.split()
+        before = shape.fixed_bytes(current) + shape.needed_bytes(current)
+        more = self._peak_bytes(current, split, copied) - before
+        if more <= available:
+            return
+        raise TooLarge(
+            needed_bytes=split.needed_bytes,
+            budget_bytes=split.budget_bytes,
+            fixed_bytes=split.fixed_bytes,
+            sizes=tuple((kind.value, size) for kind, size in split.sizes.items()),
+            more_bytes=more,
+            available_bytes=available,
+        )
 
     def _busy_cause(self) -> str:
         if self._doors.num_rows():
@@ -352,6 +378,7 @@ class Rebuilds:
         (shape, current), before = self._doors.split(), self._held()
         try:
             split = check_target(shape, current, job.wish.target)
+            self._refuse_if_short(current, split)
         except EngineError as error:
             self._end(job)
             _fail(job.waiters, error)

@@ -23,7 +23,7 @@ from engine.adapters.content import AdapterContent
 from engine.memory.heap import give_back
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
-from engine.model.device_pools import Pools, first_pools, new_pages, new_states_of
+from engine.model.device_pools import Pools, first_pools
 from engine.model.spec import ModelSpec
 from engine.model.state_io import StateIo
 from engine.model.states import StatePool
@@ -181,6 +181,7 @@ class JaxRunner:
         if self._texts:
             self._texts.compile(progress)
         self._programs.compile(None if self._texts else progress, workers)
+        self._programs.compile_empty()
         self.warm()
 
     # Other sizes; see `engine.step.Resizable`.
@@ -217,7 +218,10 @@ class JaxRunner:
         if not self._changes_programs(now, sizes):
             return self._programs.at(sizes)
         programs = self._programs_at(sizes)
+        # What was traced for earlier sizes is of no use, and jax would keep it for ever.
+        jax.clear_caches()
         programs.compile()
+        programs.compile_empty()
         return programs
 
     def _programs_at(self, sizes: DeviceSizes) -> PoolPrograms:
@@ -257,9 +261,9 @@ class JaxRunner:
         weights = self._with_experts(target.sizes.moe_cache)
         pages, states = self._pool, self._states
         if _is_deleted(pages):
-            pages = new_pages(self._spec, target.config.pool_sizes)
+            pages = target.new_pages()
         if _is_deleted(states):
-            states = new_states_of(self._spec, target.config.pool_sizes)
+            states = target.new_states()
         jax.block_until_ready((pages, states))
         self._pool, self._states, self._programs = pages, states, target
         self._weights = weights

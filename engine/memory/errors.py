@@ -64,7 +64,8 @@ class TooLarge(EngineError):
     """Sizes that do not fit the budget, which is negative when the fixed part alone exceeds it.
 
     `sizes` are all of the target as (pool, units). `above` are those past the last unit that is of
-    use, as (pool, requested, most).
+    use, as (pool, requested, most). `more_bytes` are what the change takes for a while beyond what is
+    in use, where the system has only `available_bytes` for that.
     """
 
     needed_bytes: int
@@ -72,6 +73,8 @@ class TooLarge(EngineError):
     fixed_bytes: int
     sizes: tuple[tuple[str, int], ...]
     above: tuple[tuple[str, int, int], ...] = ()
+    more_bytes: int = 0
+    available_bytes: int | None = None
 
     reason: ClassVar[str] = "TOO_LARGE"
 
@@ -81,6 +84,11 @@ class TooLarge(EngineError):
             f"; {pool}: {requested} is above {most}, where all is resident"
             for pool, requested, most in self.above
         )
+        if self.available_bytes is not None:
+            limits += (
+                f"; on the way, with copies of what is kept, {self.more_bytes} bytes more than now "
+                f"are taken and the system has {self.available_bytes}: fewer kv pages keep less"
+            )
         return (
             f"{sizes}: {self.needed_bytes} bytes are needed, the budget is {self.budget_bytes} "
             f"({self.fixed_bytes} bytes are fixed){limits}"
@@ -93,6 +101,11 @@ class TooLarge(EngineError):
             "budgetBytes": str(self.budget_bytes),
             "fixedBytes": str(self.fixed_bytes),
         }
+        if self.available_bytes is not None:
+            numbers |= {
+                "moreBytes": str(self.more_bytes),
+                "availableBytes": str(self.available_bytes),
+            }
         return numbers | {lower_camel(pool): str(size) for pool, size in self.sizes}
 
 

@@ -103,6 +103,7 @@ class Drive:
         head: ScoringHead | None = None,
         num_experts: int = 0,
         sleep_idle_s: float | None = None,
+        available_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         config = EngineConfig(
             context_tokens=context_tokens,
@@ -144,6 +145,7 @@ class Drive:
             start_compiling=self.side.append,
             memory=MemoryLimits("fake", fixed_bytes=1000, limit_bytes=limit_bytes),
             head=head,
+            available_bytes=available_bytes,
         )
 
     def on_the_side(self) -> Drive:

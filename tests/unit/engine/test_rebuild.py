@@ -229,6 +229,41 @@ def test_the_order_of_refusals() -> None:
     assert sizes(drive) == before
 
 
+def test_copies_that_the_system_has_no_room_for_are_refused_before_anything_is_touched() -> None:
+    left: list[int | None] = [None]
+    drive = Drive(available_bytes=lambda: left[0])
+    served(drive, "a")
+    before = sizes(drive)
+    plan = drive.rebuild(PoolSizes(kv=16), validate_only=True).result(0)
+    # Pages and their sink stay until all is copied.
+    more = plan.peak_bytes - (1000 + 33 * drive.plan.page_bytes)
+    assert more > 0
+    left[0] = more - 1
+    for validate_only in (True, False):
+        refused = error(drive.rebuild(PoolSizes(kv=16), validate_only=validate_only))
+        assert isinstance(refused, TooLarge)
+        assert (refused.more_bytes, refused.available_bytes) == (more, more - 1)
+        assert refused.metadata()["availableBytes"] == str(more - 1)
+        assert f"{more} bytes more than now are taken and the system has {more - 1}" in str(refused)
+    assert sizes(drive) == before
+    left[0] = more
+    assert drive.rebuild(PoolSizes(kv=16)).result(0).kept == plan.kept
+
+
+def test_room_that_went_during_the_drain_is_missed_before_anything_is_touched() -> None:
+    left = [1 << 40]
+    drive = Drive(available_bytes=lambda: left[0])
+    served(drive, "a")
+    before = sizes(drive)
+    done = drive.engine.rebuild(RebuildWish(PoolSizes(kv=16), "r"))
+    drive.steps()
+    left[0] = 0
+    drive.on_the_side().steps(2)
+    assert isinstance(error(done), TooLarge)
+    assert sizes(drive) == before
+    assert served(drive, "again") == len(PROMPT) - 1
+
+
 def test_an_over_committed_budget_is_negative_and_exceeded_by_everything() -> None:
     drive = Drive(limit_bytes=1)
     refused = error(drive.rebuild(PoolSizes(kv=2)))

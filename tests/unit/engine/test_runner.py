@@ -363,7 +363,7 @@ def test_pools_that_cannot_be_allocated_leave_the_old_sizes(
     runner.warm_up()
     old, prepared = runner.pools, runner.prepare(DeviceSizes(kv=20))
     with monkeypatch.context() as patch:
-        patch.setattr("engine.runner.new_pages", no_memory)
+        patch.setattr("engine.pool_programs.PoolPrograms.new_pages", no_memory)
         runner.free_pools(prepared)
         with pytest.raises(MemoryError):
             runner.allocate_pools(prepared)
