@@ -21,7 +21,7 @@ from gateway.peer_json import Json
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _K = ErrorKind
-_NOT_RESTORED = "Unable to restore slot: No available space in KV cache or invalid slot save file"
+_NOT_RESTORED = "Unable to restore slot"
 
 # An encoder is asked for a text: the peer's 500.
 _GENERATION = "text generation"
@@ -127,7 +127,8 @@ def from_restore(error: ApiError) -> ApiError:
     """The same for a restore, where a full pool is a refusal and no fault."""
     if error.body.headers.get(REASON_HEADER) != "KV_PAGES_EXHAUSTED":
         return error
-    return ApiError(_K.INVALID_REQUEST, _NOT_RESTORED, headers=error.body.headers)
+    words = f"{_NOT_RESTORED}: No available space in KV cache"
+    return ApiError(_K.INVALID_REQUEST, words, headers=error.body.headers)
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
@@ -146,6 +147,8 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
             message = _bad_grammar(message, text, details.metadata)
         case "NOT_SUPPORTED" if details.metadata.get("feature") == _GENERATION:
             kind, message = ErrorKind.SERVER, _NO_LOGITS
+        case _ if words == _NOT_RESTORED:
+            message = f"{words}: {text}"
         case "GRAMMAR_DEAD_END":
             message = _dead_end(details.metadata)
         case _:

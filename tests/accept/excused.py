@@ -36,6 +36,9 @@ _REUSE = frozenset({"cache_n", "prompt_n", "cached_tokens", "id_slot"})
 _OTHER_SLOT = Excuse("differs on purpose: slots keep what they hold", frozenset({"id_slot"}))
 _SHARED_SHIFT = Excuse("differs on purpose: samples that share a prompt are shifted too")
 _KEPT_SLOT = Excuse("differs on purpose: a refused restore leaves the slot as it was")
+_SAID_WHY = Excuse(
+    "differs on purpose: a refused restore says what is wrong", frozenset({"message"})
+)
 _NAMES_OF_FILES = Excuse("differs on purpose: names of slot files are of plain characters")
 _TENANTS = Excuse("differs on purpose: keys do not share cached prompts", _REUSE)
 _ADAPTER_CACHE = Excuse("differs on purpose: no cached token is of another adapter set")
@@ -76,6 +79,13 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
     "stream": {"held back at the limit": _WITHHELD},
     "slots": {
         "slots, after refusals": _KEPT_SLOT,
+        **_each(
+            _SAID_WHY,
+            "restore a missing file",
+            "restore garbage.bin",
+            "restore version.bin",
+            "restore cut.bin",
+        ),
         "filename 7": _NAMES_OF_FILES,
     },
 }
