@@ -206,8 +206,10 @@ class PageIo:
                 f"{layout}"
             )
         room = (layout.num_layers, self.transfer_pages * layout.page_tokens, *token_shape)
-        padded = np.zeros(room, layout.dtype)
-        padded[:, :tokens] = given
+        padded = np.ascontiguousarray(given)
+        if given.shape != room:
+            padded = np.zeros(room, layout.dtype)
+            padded[:, :tokens] = given
         return padded.reshape(
             layout.num_layers, self.transfer_pages, layout.page_tokens, *token_shape
         )
@@ -222,7 +224,8 @@ def _copied(part: jax.Array, units: IntArray) -> npt.NDArray[Any]:
     part.block_until_ready()
     view = np.from_dlpack(part)  # pyright: ignore[reportArgumentType] -- as jax documents
     copied = np.take(view, units, axis=0)
-    return copied.reshape(len(units), -1, *part.shape[2:])
+    # Latent attention keeps values of no components: nothing may be left to infer.
+    return copied.reshape(len(units), units.shape[1] * part.shape[1], *part.shape[2:])
 
 
 def _pieces(lead: tuple[int, ...], part: jax.Array) -> jax.ShapeDtypeStruct:

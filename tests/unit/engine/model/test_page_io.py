@@ -220,3 +220,16 @@ def test_reading_leaves_nothing_that_makes_the_next_write_copy_the_pool(page_io:
         (content.wait().keys, content.wait().values), (keys, values), strict=True
     ):
         np.testing.assert_array_equal(read, gathered(array, PoolKind.KV, [2, 3]))
+
+
+@pytest.mark.parametrize("is_in_host_memory", [True, False])
+def test_values_of_no_components_are_read_too(is_in_host_memory: bool) -> None:
+    """Latent attention has its values in the keys."""
+    keys = jnp.ones((NUM_UNITS, PAGE, 1, DIM), jnp.float16)
+    pool = KvPool(keys, jnp.ones((NUM_UNITS, PAGE, 1, 0), jnp.float16))
+    page_io = page_io_of(pool, places(), is_in_host_memory=is_in_host_memory)
+    for compile_one in page_io.compilations(pool):
+        compile_one()
+    content = page_io.read(pool, PoolKind.KV, [1, 2]).wait()
+    assert content.keys.shape == (2, 2 * PAGE, 1, DIM)
+    assert content.values.shape == (2, 2 * PAGE, 1, 0)
