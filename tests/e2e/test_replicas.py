@@ -124,7 +124,9 @@ class Http(Door):
                     raise Lost(f"status {reply.status_code}")
                 assert reply.status_code == 200, await reply.aread()
                 async for line in reply.aiter_lines():
-                    event = json.loads(line.removeprefix("data: ")) if line else {}
+                    if not line:
+                        continue
+                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise Lost(f"event {event['error']['type']}")
                     text += event.get("content", "")
