@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from engine.engine import Engine
@@ -38,6 +38,7 @@ from engine.types import (
 from service.changes import Changes
 from service.loaded import LoadedModel, LoadModel
 from service.tenure import Tenure
+from service.waiting_room import WaitingRoom
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,20 @@ class Bridge:
     """Owns engines from load to stop, and routes events to the calls that wait for them.
 
     One model is served; those before it stay until the calls that began on them have ended. While
-    there is none to serve calls are answered ModelLoading.
+    there is none to serve calls are answered ModelLoading, but those that can wait for the next one
+    do while it is on its way.
     """
 
-    def __init__(self, hooks: BridgeHooks) -> None:
-        """Must be called on the event loop that serves."""
+    def __init__(self, hooks: BridgeHooks, room: WaitingRoom) -> None:
+        """Must be called on the event loop that serves; `room` bounds what waits for a model."""
         self._hooks = hooks
+        self._room = room
         self._loop = asyncio.get_running_loop()
         self.changes = Changes()
         self._served: Tenure | None = None
         self._books = _Books()
         self._num_served = 0
+        self._is_suspended = False
         self._has_changed = asyncio.Event()
         self._is_stopping = False
         self._dead: set[Tenure] = set()
@@ -139,19 +143,25 @@ class Bridge:
         return before
 
     def suspend(self) -> Tenure:
-        """Serves nothing until `serve` or `resume`; returns what was served.
+        """Serves nothing until `serve`, `resume` or `lose`; returns what was served.
 
         Raises:
             EngineError: Nothing is.
         """
         tenure = self._current
-        self._served = None
+        self._served, self._is_suspended = None, True
         return tenure
 
     def resume(self, tenure: Tenure) -> None:
         """Serves again what was suspended; its slots are as they were."""
-        self._served = tenure
+        self._served, self._is_suspended = tenure, False
+        self._wake()
         self._look_for_faults()
+
+    def lose(self) -> None:
+        """Lets nobody wait any longer: what was suspended is not coming back."""
+        self._is_suspended = False
+        self._wake()
 
     async def retire(self, tenure: Tenure) -> None:
         """Ends the engine of a model that is not served any more, once no call uses it."""
@@ -220,6 +230,17 @@ class Bridge:
         with self._current.using() as model:
             yield model
 
+    @asynccontextmanager
+    async def admit(self, size: int) -> AsyncGenerator[LoadedModel]:
+        """As `use`, of a call of `size` bytes that waits while the model is changed.
+
+        Raises:
+            EngineError: As `model`, and QueueFull: too many wait.
+        """
+        await self._settled(size)
+        with self.use() as model:
+            yield model
+
     async def events(
         self,
         requests: Sequence[Request],
@@ -256,12 +277,15 @@ class Bridge:
             for request_id in stream.running:
                 engine.cancel(request_id, cause())
 
-    async def awake(self) -> LoadedModel:
+    async def awake(self, size: int) -> LoadedModel:
         """Returns the model once its pools do not sleep: for calls that count as use.
 
+        A call of `size` bytes waits while the model is changed.
+
         Raises:
-            EngineError: It is not there yet, or as `Engine.awake`.
+            EngineError: It is not there yet, as `admit`, or as `Engine.awake`.
         """
+        await self._settled(size)
         model = self.model
         if model.engine.snapshot().is_asleep:
             await asyncio.wrap_future(model.engine.awake())
@@ -323,9 +347,20 @@ class Bridge:
             raise ModelLoading
         return self._served
 
+    async def _settled(self, size: int) -> None:
+        """Waits until the model is not being changed."""
+        if not self._is_suspended:
+            return
+        with self._room.place(size):
+            while self._is_suspended and not self._is_stopping:
+                await self._has_changed.wait()
+
     def _show(self, tenure: Tenure) -> None:
-        self._served = tenure
+        self._served, self._is_suspended = tenure, False
         self._num_served += 1
+        self._wake()
+
+    def _wake(self) -> None:
         # Who waits has this one; who comes waits for the next.
         self._has_changed.set()
         self._has_changed = asyncio.Event()

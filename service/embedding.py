@@ -60,7 +60,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             EngineError: The request was refused or failed.
         """
         begun_s = self._clock()
-        with self._bridge.use() as model:
+        async with self._bridge.admit(request.ByteSize()) as model:
             deadline = CallDeadline.of(context)
             # The stub promises a float; a call without a deadline answers None.
             remaining_s = cast("float | None", context.time_remaining())

@@ -71,10 +71,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         record = telemetry.current()
         deadline = CallDeadline.of(context)
-        with self._bridge.use() as model:
+        arrived_s = self._clock()
+        async with self._bridge.admit(request.ByteSize()) as model:
+            waited_s = self._clock() - arrived_s
             deadline_s = _deadline(context, model.engine.now_s())
             requests, output = await _read(request, model, deadline_s)
-            observer = _Observer(record, self._metrics, self._clock, len(requests))
+            observer = _Observer(record, self._metrics, self._clock, len(requests), waited_s)
             answer = _Answer(record.request_id, output)
             running = self._bridge.events(requests, deadline.cause, model=model)
             async with aclosing(running) as events:
@@ -154,7 +156,10 @@ class _Answer:
 
 
 class _Observer:
-    """Counts what one call's events tell of its waits, for its log line and the histograms."""
+    """Counts what one call's events tell of its waits, for its log line and the histograms.
+
+    `waited_s` is how long it had waited for a model before.
+    """
 
     def __init__(
         self,
@@ -162,11 +167,13 @@ class _Observer:
         metrics: Metrics,
         clock: Callable[[], float],
         num_samples: int,
+        waited_s: float,
     ) -> None:
         self._record = record
         self._metrics = metrics
         self._clock = clock
-        self._begun_s = clock()
+        self._waited_s = waited_s
+        self._begun_s = clock() - waited_s
         record.trace.mark("queue")
         self._last_token_s: list[float | None] = [None] * num_samples
         self._num_left = num_samples
@@ -186,9 +193,10 @@ class _Observer:
                 record.output_tokens = (record.output_tokens or 0) + 1
                 self._see_token(sample, event.decode_s)
             case Finished():
-                record.queue_s = round(event.queue_s, 6)
+                queue_s = self._waited_s + event.queue_s
+                record.queue_s = round(queue_s, 6)
                 record.trace.finish_reasons.append(_FINISH_REASONS[event.reason])
-                self._metrics.observe_queue(event.queue_s)
+                self._metrics.observe_queue(queue_s)
                 self._num_left -= 1
             case _:
                 pass

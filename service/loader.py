@@ -244,8 +244,8 @@ def _slot_store(options: ServiceOptions, loaded: Loaded) -> SlotStore | None:
 
 
 def _names_of(options: ServiceOptions, order: ModelOrder) -> ModelNames:
-    """Aliases of the start name whatever is served; without one the file does."""
-    return _named(options, order.path, str(order.path))
+    """Aliases of the start name whatever is served, else it is called as it was asked for."""
+    return _named(options, order.path, order.named)
 
 
 def _names(options: ServiceOptions, path: Path) -> ModelNames:

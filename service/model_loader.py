@@ -36,12 +36,14 @@ OnProgress = Callable[[LoadStage, int, int], None]
 class ModelOrder:
     """A model to load.
 
-    `path` is a GGUF file, `kept` are the adapters that it takes over. `names` and `sizes` are those
-    of a model that is to come back as it was; None are those of the start's flags.
+    `path` is a GGUF file, `kept` are the adapters that it takes over, `named` is what the caller
+    called it. `names` and `sizes` are those of a model that is to come back as it was; None are
+    those of the start's flags.
     """
 
     path: Path
     kept: KeptAdapters
+    named: str = ""
     names: ModelNames | None = None
     sizes: PoolSizes | None = None
 

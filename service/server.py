@@ -65,6 +65,7 @@ from service.telemetry import Spans
 from service.tls_files import BadCertificates
 from service.tokenization import TokenizationServicer
 from service.vllm_metrics import VllmCollector
+from service.waiting_room import WaitingRoom
 
 READY_SERVICE = "kvarts.v1.GenerationService"
 MAX_REQUEST_BYTES = 16 << 20
@@ -114,8 +115,13 @@ class Server:
             self._metrics.add(SlotDiskCollector(options.slot_save_path))
         # The package's asyncio half has no types.
         self._health: Any = cast("Any", health).aio.HealthServicer()
+        engine = options.engine
+        self.waiting_room = WaitingRoom(
+            max_calls=engine.queue_requests, max_bytes=engine.queue_bytes
+        )
         self._bridge = Bridge(
-            BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault)
+            BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault),
+            self.waiting_room,
         )
         hooks = SwapHooks(self._set_ready, self._on_served, self._on_gone, self._report_death)
         self._swap = ModelSwap(

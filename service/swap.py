@@ -144,7 +144,7 @@ class ModelSwap:
             watch.show(LoadStage.CHECK)
             kept = _kept(self._bridge.model)
             path = await asyncio.to_thread(_resolve, folder, wish.path)
-            order = ModelOrder(path, kept)
+            order = ModelOrder(path, kept, named=wish.path)
             plan = await asyncio.to_thread(loader.check, order)
             if plan.least_bytes > plan.limit_bytes:
                 raise ModelTooLarge(wish.path, plan.least_bytes, plan.limit_bytes)
@@ -179,8 +179,10 @@ class ModelSwap:
     async def _in_place(
         self, loader: ModelLoader, order: ModelOrder, watch: LoadWatch, drain_s: float | None
     ) -> float:
-        """Returns for how many seconds nothing was served."""
-        closed_s = self._clock()
+        """Returns for how many seconds nothing was served: from the last call's end on.
+
+        Calls that arrive from the drain on wait, and run on what is served then.
+        """
         old = self._bridge.suspend()
         try:
             await self._hooks.set_ready(False)
@@ -192,9 +194,14 @@ class ModelSwap:
             raise
         # From here on nothing is served unless this goes on, so only a stop ends it.
         watch.commit()
+        closed_s = self._clock()
         back = _as_it_was(old.model)
-        await self._retire(loader, old)
-        await self._replace(loader, order, back, watch)
+        try:
+            await self._retire(loader, old)
+            await self._replace(loader, order, back, watch)
+        finally:
+            # Whoever still waits then waits for nothing.
+            self._bridge.lose()
         return self._clock() - closed_s
 
     async def _replace(
@@ -291,7 +298,9 @@ def _as_it_was(model: LoadedModel) -> ModelOrder:
     """How to load a model again: under its names, with its adapters and pools."""
     engine = model.engine
     _, sizes = engine.pools.split()
-    return ModelOrder(Path(model.names.path), engine.adapters.kept(), model.names, sizes)
+    return ModelOrder(
+        Path(model.names.path), engine.adapters.kept(), names=model.names, sizes=sizes
+    )
 
 
 async def _drained(old: Tenure, drain_s: float | None) -> None:

@@ -43,7 +43,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        tokenizer = (await self._bridge.awake()).tokenizer
+        tokenizer = (await self._bridge.awake(request.ByteSize())).tokenizer
         check_tokenize(request, tokenizer.vocab_size)
         parse_special = request.parse_special if request.HasField("parse_special") else True
         if request.WhichOneof("input") == "text":
@@ -67,7 +67,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        tokenizer = (await self._bridge.awake()).tokenizer
+        tokenizer = (await self._bridge.awake(request.ByteSize())).tokenizer
         check_vocab(request.token_ids, tokenizer.vocab_size)
         render_special = request.render_special if request.HasField("render_special") else True
         if request.as_prompt:
@@ -88,7 +88,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        model = await self._bridge.awake()
+        model = await self._bridge.awake(request.ByteSize())
         check_template(request)
         rendered = await render(request.chat, model)
         tokens = await encode(model.tokenizer, rendered.text)

@@ -1,7 +1,8 @@
 """Memory that nobody uses and that is not the system's again.
 
-Compiled programs are freed by the collector of cycles alone, and the C allocator keeps what they
-and their compilation took, with glibc for ever unless asked: some hundred megabytes.
+Compiled programs are freed by the collector of cycles alone, jax remembers what it traced for
+programs that are gone, and the C allocator keeps what they and their compilation took, with glibc
+for ever unless asked: some hundred megabytes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ import functools
 import gc
 from collections.abc import Callable
 
+import jax
+
 
 def give_back() -> None:
-    """Returns it to the system, in some ten milliseconds; any thread may ask."""
+    """Returns it to the system, in some ten milliseconds; any thread may ask.
+
+    Programs that somebody holds go on without a compile; whatever is only called through `jax.jit`
+    is compiled again at its next call.
+    """
+    jax.clear_caches()
     gc.collect()
     trim = _trim()
     if trim is not None:

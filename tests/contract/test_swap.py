@@ -13,7 +13,15 @@ from typing import Any
 import grpc
 import pytest
 from gguf import GGMLQuantizationType as Type
-from kvarts.v1 import common_pb2, lora_pb2, model_pb2, rebuild_pb2, slot_pb2
+from kvarts.v1 import (
+    common_pb2,
+    embedding_pb2,
+    lora_pb2,
+    model_pb2,
+    rebuild_pb2,
+    slot_pb2,
+    tokenization_pb2,
+)
 
 from engine.adapters.errors import AdapterMismatch
 from engine.errors import ModelFileError, UnsupportedModel
@@ -29,7 +37,7 @@ from tests.contract.serving import (
     read_failure,
     serving,
 )
-from tests.contract.test_metrics import scrape
+from tests.contract.test_metrics import codes, scrape
 from tests.fake_text import FakeTokenizer
 from tests.fakes import FakeClock
 from tests.loaders import TIGHT, FakeLoader
@@ -38,6 +46,10 @@ LoadModelRequest = model_pb2.LoadModelRequest
 OLD, NEW = "old.gguf", "new.gguf"
 A, B = 40, 50
 LETTERS = {token: FakeTokenizer().piece(token).decode() for token in (A, B)}
+SAVE = slot_pb2.SaveSlotRequest(slot_id=0, filename="a")
+TOKENIZE = tokenization_pb2.TokenizeRequest(text="ab")
+EMBED = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="ab")])
+IN_PLACE = LoadModelRequest(path=NEW, replace_first=True)
 SHAPES = {"blk.0.attn_q.weight": (4, 4)}
 
 
@@ -127,7 +139,7 @@ async def test_running_requests_finish_on_the_model_that_they_began_on(
         changing = asyncio.create_task(load(it, replace_first=replace_first))
         if replace_first:
             await _until_unready(it)
-            failed = await failure(it.collect(GenerateRequest(text="ab")))
+            failed = await failure(it.slots.SaveSlot(SAVE))
             assert (failed.reason, failed.retry_s) == ("MODEL_LOADING", 1.0)
             assert loader.orders == []
         else:
@@ -142,6 +154,121 @@ async def test_running_requests_finish_on_the_model_that_they_began_on(
         counters = await scrape(it)
         done = 'kvarts_generations_total{outcome="finished"}'
         assert counters[done] == (7 if replace_first else 8)
+
+
+@asynccontextmanager
+async def draining(
+    loader: FakeLoader, how: LoadModelRequest, **more: Any
+) -> AsyncGenerator[tuple[Serving, asyncio.Task[str], asyncio.Task[list[Any]], StepGate]]:
+    """A server that waits for a running request before it lets the old model go."""
+    gate = StepGate()
+    async with swapping(loader, runner=gated_runner(gate), **more) as it:
+        running = asyncio.create_task(said(it, 20))
+        await gate.arrival()
+        changing = asyncio.create_task(_all(it, how))
+        await _until_unready(it)
+        yield it, running, changing, gate
+
+
+async def _waiting(it: Serving, count: int) -> None:
+    """Waits until so many calls wait for a model."""
+    room = it.server.waiting_room
+    async with asyncio.timeout(30):
+        while room.num_calls != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_calls_that_arrive_during_a_change_wait_and_run_on_the_new_model(
+    loader: FakeLoader,
+) -> None:
+    async with draining(loader, IN_PLACE) as (it, running, changing, gate):
+        early = [asyncio.create_task(said(it)) for _ in range(3)]
+        counting = asyncio.ensure_future(it.tokenization.Tokenize(TOKENIZE))
+        embedding = asyncio.create_task(failure(it.embedding.Embed(EMBED)))
+        await _waiting(it, 5)
+        loader.gate = threading.Event()
+        gate.open()
+        assert await running == LETTERS[A] * 20
+        await _until_loading(loader)
+        late = asyncio.create_task(said(it))
+        await _waiting(it, 6)
+        loader.gate.set()
+        assert await asyncio.gather(*early, late) == [LETTERS[B] * 4] * 4
+        assert len((await counting).tokens) == 2
+        assert (await embedding).reason == "NOT_SUPPORTED"
+        await changing
+        await _waiting(it, 0)
+        counters = await scrape(it)
+        assert counters['kvarts_generations_total{outcome="finished"}'] == 5
+        # Their wait is a wait in the queue.
+        assert counters["kvarts_queue_seconds_sum"] > 0
+
+
+async def test_no_more_calls_wait_than_may_queue(loader: FakeLoader) -> None:
+    config = replace(CONFIG, queue_requests=2)
+    async with draining(loader, IN_PLACE, config=config) as (it, running, changing, gate):
+        waiting = [asyncio.create_task(said(it)) for _ in range(2)]
+        await _waiting(it, 2)
+        failed = await failure(it.collect(GenerateRequest(text="ab")))
+        assert (failed.code, failed.reason) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+        )
+        assert failed.retry_s is not None
+        gate.open()
+        await running
+        await changing
+        assert await asyncio.gather(*waiting) == [LETTERS[B] * 4] * 2
+
+
+async def test_who_waits_for_a_model_may_give_up(loader: FakeLoader) -> None:
+    async with draining(loader, IN_PLACE) as (it, running, changing, gate):
+        late = await failure(it.collect(GenerateRequest(text="ab"), timeout=0.2))
+        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        call = it.generation.Generate(GenerateRequest(text="ab"))
+        await _waiting(it, 1)
+        call.cancel()
+        await _waiting(it, 0)
+        gate.open()
+        await running
+        await changing
+        wanted = {"OK": 1, "DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
+        async with asyncio.timeout(30):
+            while codes(await scrape(it)) != wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_who_waits_goes_on_on_the_old_model_if_it_stays(loader: FakeLoader) -> None:
+    how = LoadModelRequest(path=NEW, replace_first=True)
+    how.drain_timeout.FromMilliseconds(300)
+    async with draining(loader, how) as (it, running, changing, gate):
+        waiting = asyncio.create_task(said(it))
+        await _waiting(it, 1)
+        assert (await failure(changing)).reason == "MODEL_IN_USE"
+        gate.open()
+        assert await asyncio.gather(running, waiting) == [LETTERS[A] * 20, LETTERS[A] * 4]
+
+
+async def test_who_waits_is_told_when_nothing_comes(loader: FakeLoader) -> None:
+    loader.fails = {("load", name): [ModelFileError(name, "is gone")] for name in (OLD, NEW)}
+    async with draining(loader, IN_PLACE) as (it, running, changing, gate):
+        waiting = asyncio.create_task(failure(it.collect(GenerateRequest(text="ab"))))
+        await _waiting(it, 1)
+        gate.open()
+        await running
+        assert (await failure(changing)).reason == "MODEL_LOST"
+        assert (await waiting).reason == "MODEL_LOADING"
+
+
+async def test_a_stop_tells_who_waits_for_a_model(loader: FakeLoader) -> None:
+    async with draining(loader, IN_PLACE, stop_s=1.0) as (it, running, changing, gate):
+        waiting = asyncio.create_task(failure(it.collect(GenerateRequest(text="ab"))))
+        await _waiting(it, 1)
+        stopping = asyncio.create_task(it.server.stop(1.0))
+        assert (await waiting).reason == "SHUTTING_DOWN"
+        gate.open()
+        await stopping
+        await asyncio.gather(running, changing, return_exceptions=True)
 
 
 async def _until_unready(it: Serving) -> None:

@@ -18,6 +18,7 @@ from engine.errors import (
 from engine.types import CancelCause, Chunk, EventSink, Finished, Request, Started
 from service.bridge import Bridge, BridgeHooks
 from service.loaded import LoadedModel
+from service.waiting_room import WaitingRoom
 from tests.contract.serving import StepGate, fake_model, gated_runner
 from tests.fake_runner import FakeRunner
 from tests.fakes import FakeClock, fake_engine
@@ -36,7 +37,9 @@ class Setup:
 async def ready(runner: FakeRunner | None = None, clock: FakeClock | None = None) -> Setup:
     causes: list[CancelCause] = []
     faults: list[BaseException] = []
-    bridge = Bridge(BridgeHooks(causes.append, faults.append))
+    bridge = Bridge(
+        BridgeHooks(causes.append, faults.append), WaitingRoom(max_calls=8, max_bytes=8)
+    )
     model = await bridge.load(
         lambda sink: fake_model(fake_engine(sink, runner=runner, clock=clock))
     )
@@ -67,7 +70,9 @@ async def test_samples_share_one_stream() -> None:
 
 
 async def test_before_the_model_is_there() -> None:
-    bridge = Bridge(BridgeHooks(lambda _: None, lambda _: None))
+    bridge = Bridge(
+        BridgeHooks(lambda _: None, lambda _: None), WaitingRoom(max_calls=8, max_bytes=8)
+    )
     assert bridge.snapshot() is None
     with pytest.raises(ModelLoading):
         _ = bridge.model
@@ -142,7 +147,9 @@ async def test_a_stop_during_a_load_throws_the_model_away() -> None:
         engines.append(fake_engine(sink))
         return fake_model(engines[0])
 
-    bridge = Bridge(BridgeHooks(lambda _: None, lambda _: None))
+    bridge = Bridge(
+        BridgeHooks(lambda _: None, lambda _: None), WaitingRoom(max_calls=8, max_bytes=8)
+    )
     loading = asyncio.ensure_future(bridge.load(load))
     # Lets the task begin.
     await asyncio.sleep(0)
@@ -159,7 +166,9 @@ async def test_a_load_that_fails_leaves_the_bridge_loading() -> None:
     def load(sink: EventSink) -> LoadedModel:
         raise OSError("gone")
 
-    bridge = Bridge(BridgeHooks(lambda _: None, lambda _: None))
+    bridge = Bridge(
+        BridgeHooks(lambda _: None, lambda _: None), WaitingRoom(max_calls=8, max_bytes=8)
+    )
     with pytest.raises(OSError, match="gone"):
         await bridge.load(load)
     with pytest.raises(ModelLoading):

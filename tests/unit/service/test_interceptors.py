@@ -16,6 +16,7 @@ from service.generation import GenerationServicer
 from service.idle_slots import IdleSlotLog
 from service.interceptors import Fence, Telemetry
 from service.metrics import Metrics
+from service.waiting_room import WaitingRoom
 from tests.contract.serving import GenerateRequest, GenerateResponse, fake_model
 from tests.fakes import fake_engine
 
@@ -53,7 +54,9 @@ class Details:
 
 @pytest.fixture
 async def bridge() -> AsyncIterator[Bridge]:
-    bridge = Bridge(BridgeHooks(lambda _: None, lambda _: None))
+    bridge = Bridge(
+        BridgeHooks(lambda _: None, lambda _: None), WaitingRoom(max_calls=8, max_bytes=8)
+    )
     await bridge.load(lambda sink: fake_model(fake_engine(sink)))
     yield bridge
     await bridge.stop(1)
