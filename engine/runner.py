@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
-from engine.memory.heap import give_back
+from engine.memory.heap import forget_programs
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.device_pools import Pools, first_pools
@@ -289,7 +289,7 @@ class JaxRunner:
 
     def give_back(self) -> None:
         """See `engine.step.Resizable`."""
-        give_back()
+        forget_programs()
 
     @property
     def _config(self) -> RunnerConfig:

@@ -19,7 +19,7 @@ import jax
 from engine.devices import available_memory
 from engine.errors import InvalidField
 from engine.loading import Loaded, LoadProgress, check_engine, load_engine
-from engine.memory.heap import give_back
+from engine.memory.heap import forget_programs
 from engine.memory.resident import resident_bytes
 from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
@@ -139,7 +139,7 @@ class Loader:
     def release(self) -> None:
         """Collects what a model left; a collection of frozen objects finds nothing."""
         gc.unfreeze()
-        give_back()
+        forget_programs()
         gc.freeze()
 
 

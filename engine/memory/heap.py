@@ -16,16 +16,21 @@ import jax
 
 
 def give_back() -> None:
-    """Returns it to the system, in some ten milliseconds; any thread may ask.
-
-    Programs that somebody holds go on without a compile; whatever is only called through `jax.jit`
-    is compiled again at its next call.
-    """
-    jax.clear_caches()
+    """Returns it to the system, in some ten milliseconds; any thread may ask."""
     gc.collect()
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+def forget_programs() -> None:
+    """Lets go of what jax remembers of programs, those that are in use left out; then gives back.
+
+    Compiled programs that somebody holds go on. What is only called through `jax.jit` is compiled
+    anew at its next call, so nothing that serves may be.
+    """
+    jax.clear_caches()
+    give_back()
 
 
 @functools.cache

@@ -168,7 +168,7 @@ class AdapterBanks:
         entries = np.zeros((num_layers, places), np.int32)
         factors = np.zeros((num_layers, places), np.float32)
         self._tables[key] = entries, factors
-        tables = jnp.array(entries), jnp.array(factors)
+        tables = _on_device(entries), _on_device(factors)
         self._banks[key] = Bank(down, up, *tables, rows, cols, rank, self._is_native, count)
 
     def _room(self, key: _Key, half: str, shape: tuple[int, int, int]) -> jax.Array:
@@ -250,8 +250,13 @@ class AdapterBanks:
             entries[layer, own] = 4 * pair.rank + NUMBERS.index(pair.number)
             factors[layer, own] = pair.factor
         self._banks[key] = dataclasses.replace(
-            self._banks[key], entries=jnp.array(entries), factors=jnp.array(factors)
+            self._banks[key], entries=_on_device(entries), factors=_on_device(factors)
         )
+
+
+def _on_device(table: npt.NDArray[Any]) -> jax.Array:
+    """A copy. `jnp.array` would compile one for each shape."""
+    return jax.device_put(table.copy())
 
 
 def _piece(array: jax.Array, count: int) -> jax.ShapeDtypeStruct:

@@ -130,9 +130,8 @@ class PageIo:
         layout = self.layout(kind)
         if not layout.num_layers:
             empty = (0, len(page_ids), layout.page_tokens)
-            nothing = (
-                jnp.zeros(empty + s, layout.dtype) for s in (layout.key_shape, layout.value_shape)
-            )
+            shapes = (empty + one for one in (layout.key_shape, layout.value_shape))
+            nothing = (jax.device_put(np.zeros(shape, layout.dtype)) for shape in shapes)
             return DevicePages(*nothing, num_pages=len(page_ids))
         if self._is_in_host_memory:
             units = self._first_units[kind][:, None] + ids[: len(page_ids)]

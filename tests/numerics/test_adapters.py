@@ -221,6 +221,7 @@ def test_the_base_stays_quantised(tmp_path: Path) -> None:
 
 def test_a_place_is_written_and_cleared_without_a_compile(case: Case) -> None:
     tokens, runner = prompt(30), case.runner
+    runner.give_back()
     before = runner.compiles
     write_whole(runner, 0, case.contents[1])
     swapped = follow(runner, tokens, ((0, 0.5),), num_prefill=29)

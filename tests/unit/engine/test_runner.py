@@ -294,6 +294,18 @@ def test_nothing_compiles_after_the_warm_up(runner: JaxRunner) -> None:
     assert runner.compiles == before
 
 
+def test_nothing_that_serves_compiles_after_programs_were_forgotten(runner: JaxRunner) -> None:
+    runner.give_back()
+    before = runner.compiles
+    for chunk in (1, MAX_CHUNK):
+        rows = runner.run(StepBatch((lane(1).work([5]),), lane(7).work(tokens(chunk))))
+        assert all(row is None or np.isfinite(row.log_sum_exp) for row in rows)
+    move(runner, [1, 2, 3], [4, 5, 6])
+    runner.copy_pages(PoolKind.KV, [1], [7])
+    runner.move_tokens([1, 2, 3], [1, 2, 3], 5, range(12, 40))
+    assert runner.compiles == before
+
+
 def test_the_warm_up_tells_how_far_it_is(runner: JaxRunner, warm_up: list[object]) -> None:
     total = len(warm_up)
     assert warm_up == [(done, total) for done in range(1, total + 1)]
