@@ -223,8 +223,10 @@ async def test_no_more_calls_wait_than_may_queue(loader: FakeLoader) -> None:
 
 async def test_who_waits_for_a_model_may_give_up(loader: FakeLoader) -> None:
     async with draining(loader, IN_PLACE) as (it, running, changing, gate):
-        late = await failure(it.collect(GenerateRequest(text="ab"), timeout=0.2))
-        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        late = asyncio.create_task(failure(it.collect(GenerateRequest(text="ab"), timeout=3)))
+        await _waiting(it, 1)
+        assert (await late).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await _waiting(it, 0)
         call = it.generation.Generate(GenerateRequest(text="ab"))
         await _waiting(it, 1)
         call.cancel()

@@ -76,7 +76,9 @@ class Load:
         whole, less = self._kv_pages
         wanted = less if size == whole else whole
         body = {"kv_pages": wanted, "drain_timeout": 60}
-        await self._post("rebuild", "/pools", body)
+        # Beside other programs compiling may take minutes, while everything is served.
+        reply = await self._http.post("/pools", json=body, timeout=None)
+        self._is_good("rebuild", "/pools", reply)
 
     async def _complete(self) -> None:
         start = time.monotonic()
