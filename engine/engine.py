@@ -45,6 +45,7 @@ from engine.rebuild import (
     RebuildWish,
 )
 from engine.scheduler import Scheduler
+from engine.scheduling.answers import Answers
 from engine.scheduling.erasing import ErasedSlot, Erasure
 from engine.scheduling.gate import Gate
 from engine.scheduling.wishes import Restore, Save
@@ -78,6 +79,7 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._calls = EngineCalls(self._post_locked)
+        self._answers = Answers()
         self.pools = Pools.of(config, plan, parts.runner, parts.memory, parts.experts)
         self._table, self._pages = self.pools.table, self.pools.pages
         self._clock = parts.clock
@@ -213,7 +215,9 @@ class Engine:
         Raises:
             EngineError: ShuttingDown or EngineFault, as `submit`.
         """
-        return self.command(_nothing)
+        done: Future[None] = Future()
+        self._watch(done, lambda: self._answers.keep_if_wanted(done, None))
+        return done
 
     def command(self, work: Callable[[], T]) -> Future[T]:
         """Runs work on the engine thread between two steps.
@@ -349,6 +353,7 @@ class Engine:
         self._holds = False
         self.rebuilds.tell()
         self._scheduler.tell()
+        self._answers.tell()
         if events:
             self._sink(events)
 

@@ -7,7 +7,7 @@ while the old ones serve; the arrays themselves stay with the runner.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -127,6 +127,7 @@ class PoolPrograms:
         self._limits = _step_limits(spec, config)
         self._steps: dict[Bucket, Program] = {}
         self._empty: tuple[Callable[[], KvPool], Callable[[], StatePool | None]] | None = None
+        self._step_shapes = () if spec.encoder is not None else tuple(_step_shapes(config))
 
     @property
     def sizes(self) -> DeviceSizes:
@@ -139,18 +140,13 @@ class PoolPrograms:
         other.config = self.config.at(sizes)
         return other
 
-    def shapes(self) -> list[Bucket]:
+    def shapes(self) -> Sequence[Bucket]:
         """Every shape of a step, adapters and hidden states aside; an encoder's have other ones."""
-        if self._spec.encoder is not None:
-            return []
-        rows = _row_buckets(self.config.max_rows)
-        chunks = [c for c in _CHUNK_BUCKETS if c < self.config.max_chunk]
-        chunks.append(self.config.max_chunk)
-        return [Bucket(r, 0) for r in rows] + [Bucket(rows[-1], c) for c in chunks]
+        return self._step_shapes
 
     def buckets(self) -> list[Bucket]:
         """Every step that is compiled."""
-        buckets = self.shapes()
+        buckets = list(self.shapes())
         if self.config.embeds:
             buckets += [replace(bucket, has_hidden=True) for bucket in buckets if bucket.chunk]
         if self._banks:
@@ -237,6 +233,13 @@ class PoolPrograms:
             banks = jax.tree.map(_shape_of, self._banks.arrays)
         given = self._weights, banks, self.places, self._shapes, packed
         self._steps[bucket] = jitted.lower(*given).compile()
+
+
+def _step_shapes(config: RunnerConfig) -> list[Bucket]:
+    rows = _row_buckets(config.max_rows)
+    chunks = [c for c in _CHUNK_BUCKETS if c < config.max_chunk]
+    chunks.append(config.max_chunk)
+    return [Bucket(r, 0) for r in rows] + [Bucket(rows[-1], c) for c in chunks]
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -446,9 +446,7 @@ class JaxRunner:
         for bucket in self._programs.shapes():
             fits = len(batch.decodes) <= bucket.rows and chunk <= bucket.chunk
             if fits and (chunk > 0) == (bucket.chunk > 0):
-                return replace(
-                    bucket, has_adapters=batch.has_adapters, has_hidden=batch.wants_hidden
-                )
+                return Bucket(bucket.rows, bucket.chunk, batch.has_adapters, batch.wants_hidden)
         raise ValueError(
             f"a step of {len(batch.decodes)} rows and a chunk of {chunk} tokens exceeds the "
             f"limits of {self.max_decodes} rows and {self.max_chunk} tokens"

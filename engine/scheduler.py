@@ -329,8 +329,9 @@ class Scheduler:
     # The step itself.
 
     def _start(self, plan: StepPlan) -> None:
-        for row in plan.rows:
-            self._table.cover(row.home, len(row.home.tokens) + plan.length(row))
+        if self._table.windows is not None:
+            for row in plan.rows:
+                self._table.cover(row.home, len(row.home.tokens) + plan.length(row))
         batch = plan.batch()
         self._ledger.stepped(len(self._rows))
         try:

@@ -28,23 +28,21 @@ from engine.kernels.lora import Changes, adapt
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["kind", "codes", "scales", "offsets", "stride"],
+    data_fields=["place"],
     meta_fields=["rows", "cols", "layouts", "count", "is_native"],
 )
 @dataclass(frozen=True)
 class MatrixStack:
-    """Offsets of same-shaped matrices: int32 [L] each, or int32 scalars for one matrix.
+    """Where same-shaped matrices lie: int32 [L, 5], or int32 [5] for one matrix.
 
-    `kind` indexes `layouts`; `codes`, `scales` and `offsets` are arena block numbers (0 where a
-    layout lacks that plane). `is_native`: the native kernels multiply it. Where each entry is
-    `count` matrices, these are the first one's, and `stride` is the blocks from one to the next.
+    The five are `kind`, which indexes `layouts`, the arena block numbers of codes, scales and
+    offsets (0 where a layout lacks that plane) and `stride`. `is_native`: the native kernels
+    multiply it. Where each entry is `count` matrices, the blocks are the first one's, and `stride`
+    is the blocks from one to the next. One array, because each argument of a program costs every
+    call of it some microseconds.
     """
 
-    kind: jax.Array
-    codes: jax.Array
-    scales: jax.Array
-    offsets: jax.Array
-    stride: jax.Array
+    place: jax.Array
     rows: int
     cols: int
     layouts: tuple[Layout, ...]
@@ -75,27 +73,40 @@ class MatrixStack:
             ],
             np.int32,
         )
-        # Nothing is compiled for it, as an operation would be for each shape.
-        kind, codes, scales, offsets, stride = jax.device_put([*table.T], may_alias=False)
         ((count, rows, cols),) = shapes
-        return MatrixStack(
-            kind, codes, scales, offsets, stride, rows, cols, layouts, count, is_native
-        )
+        # Nothing is compiled for it, as an operation would be for each shape.
+        place = jax.device_put(table, may_alias=False)
+        return MatrixStack(place, rows, cols, layouts, count, is_native)
 
     def single(self) -> MatrixStack:
-        """The only matrix of a stack of one, as scalars."""
-        columns = (self.kind, self.codes, self.scales, self.offsets, self.stride)
-        kind, codes, scales, offsets, stride = jax.device_put(
-            [np.asarray(column)[0] for column in columns]
-        )
+        """The only matrix of a stack of one."""
         return dataclasses.replace(
-            self, kind=kind, codes=codes, scales=scales, offsets=offsets, stride=stride
+            self, place=jax.device_put(np.asarray(self.place)[0], may_alias=False)
         )
+
+    @property
+    def kind(self) -> jax.Array:
+        """Which of `layouts` it has."""
+        return self.place[..., 0]
 
     @property
     def planes(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """First blocks of codes, scales and offsets."""
-        return self.codes, self.scales, self.offsets
+        return self.place[..., 1], self.place[..., 2], self.place[..., 3]
+
+    @property
+    def stride(self) -> jax.Array:
+        """Blocks from one of `count` matrices to the next."""
+        return self.place[..., 4]
+
+    def moved(self, num_blocks: jax.Array) -> MatrixStack:
+        """The matrix that lies so many blocks behind it."""
+        planes = np.array([0, 1, 1, 1, 0], np.int32)
+        return dataclasses.replace(self, place=self.place + num_blocks * planes)
+
+    def entry(self, first_kind: int) -> jax.Array:
+        """`place` where its layouts are listed from `first_kind` on."""
+        return self.place + np.array([first_kind, 0, 0, 0, 0], np.int32)
 
 
 def qmatmuls(
@@ -111,7 +122,7 @@ def qmatmuls(
 
     Args:
         arena: uint8 [blocks, 64].
-        matrices: Single matrices (scalar offsets) of the same `cols`.
+        matrices: Single matrices of the same `cols`.
         x: f32 [N, cols]; the native kernels quantise it once, to 8 bit in groups of 32.
         live: int32 [N], negative for rows of padding, whose products mean nothing; None: all count.
         is_fine: Whether native kernels take 16 bits instead, at nearly twice the arithmetic.
@@ -126,7 +137,7 @@ def qmatmuls(
     layouts: list[Layout] = []
     entries: list[jax.Array] = []
     for matrix in matrices:
-        entries.append(jnp.stack([matrix.kind + len(layouts), *matrix.planes]))
+        entries.append(matrix.entry(len(layouts))[:4])
         layouts += matrix.layouts
     rows = [matrix.rows for matrix in matrices]
     y = native.qmatmul(
@@ -163,7 +174,7 @@ def expert_products(
 
     Args:
         arena: uint8 [blocks, 64].
-        stacks: Single entries (scalar offsets) of the same `count` and `cols`.
+        stacks: Single entries of the same `count` and `cols`.
         x: f32 [N, cols].
         ids: int32 [N, K], in range.
 
@@ -188,7 +199,7 @@ def stack_table(stacks: Sequence[MatrixStack]) -> tuple[jax.Array, list[Layout]]
     layouts: list[Layout] = []
     entries: list[jax.Array] = []
     for stack in stacks:
-        entries.append(jnp.stack([stack.kind + len(layouts), *stack.planes, stack.stride]))
+        entries.append(stack.entry(len(layouts)))
         layouts += stack.layouts
     return jnp.stack(entries), layouts
 
@@ -201,12 +212,7 @@ def _grouped_product(
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         skip = grouping.block_expert[i] * stack.stride
-        one = dataclasses.replace(
-            stack,
-            codes=stack.codes + skip,
-            scales=stack.scales + skip,
-            offsets=stack.offsets + skip,
-        )
+        one = stack.moved(skip)
         own = lax.dynamic_slice_in_dim(x, i * size, size)
         return lax.dynamic_update_slice_in_dim(out, _xla_product(arena, one, own), i * size, axis=0)
 
@@ -217,8 +223,7 @@ def _grouped_product(
 def gather_rows(arena: jax.Array, matrix: MatrixStack, row_ids: jax.Array) -> jax.Array:
     """Returns rows of one matrix decoded to f32 [N, cols]; `row_ids` is int32 [N], in range."""
     if matrix.is_native:
-        entry = jnp.stack([matrix.kind, *matrix.planes])
-        return native.gather_rows(arena, entry, row_ids, matrix.cols, matrix.layouts)
+        return native.gather_rows(arena, matrix.place[:4], row_ids, matrix.cols, matrix.layouts)
     branches = [functools.partial(xla.gather, layout, matrix.cols) for layout in matrix.layouts]
     return flow.switch(matrix.kind, branches, arena, *matrix.planes, row_ids)
 

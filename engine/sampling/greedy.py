@@ -16,6 +16,9 @@ from engine.sampling.stage import Pick, Stage
 from engine.sampling.temperature import Temperature
 from engine.step import RowLogits
 
+_CERTAIN = np.ones(1, np.float32)
+_CERTAIN.setflags(write=False)
+
 
 class Greedy:
     """Takes the first of the row's best tokens that is not forbidden.
@@ -43,11 +46,11 @@ class Greedy:
     def pick(self, row: RowLogits) -> Pick | None:
         """Returns the token, alone; None where the listed ones do not decide it."""
         ids, logits = row.top()
-        for at, token_id in enumerate(ids.tolist()):
-            if token_id in self._forbidden:
+        for at in range(len(ids)):
+            if self._forbidden and int(ids[at]) in self._forbidden:
                 continue
             if len(ids) < row.vocab_size and not logits[at] > logits[-1]:
                 return None
             best = Candidates(ids[at : at + 1], logits[at : at + 1])
-            return Pick(best, np.ones(1, np.float32), 0)
+            return Pick(best, _CERTAIN, 0)
         return None

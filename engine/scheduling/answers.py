@@ -24,6 +24,11 @@ class Answers:
         """Keeps the result of a future that runs already: nobody can cancel it any more."""
         self._kept.append(partial(done.set_result, result))
 
+    def keep_if_wanted(self, done: Future[Result], result: Result) -> None:
+        """Keeps the result of a future that its owner may have cancelled before."""
+        if done.set_running_or_notify_cancel():
+            self.keep(done, result)
+
     def keep_error(self, done: Future[Any], error: Exception) -> None:
         """Keeps what a future that runs already fails with."""
         self._kept.append(partial(done.set_exception, error))

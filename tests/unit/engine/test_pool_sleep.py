@@ -105,3 +105,12 @@ def test_without_memory_it_refuses_by_name_and_tries_again() -> None:
 def test_it_ends_in_its_sleep(grace_s: float) -> None:
     drive = fall_asleep(sleepy())
     drive.engine.stop(grace_s)
+
+
+def test_who_woke_them_finds_them_awake_in_the_snapshot() -> None:
+    drive = fall_asleep(sleepy())
+    seen: list[bool] = []
+    done = drive.engine.awake()
+    done.add_done_callback(lambda _: seen.append(drive.engine.snapshot().is_asleep))
+    drive.engine.step()
+    assert seen == [False]
