@@ -88,10 +88,15 @@ def test_every_selector_selects_the_pods_and_no_others() -> None:
 
 def test_the_flags_are_the_servers(tmp_path: Path) -> None:
     """The command line of the manifest, with this machine's folders in the place of the pod's."""
-    keys, slots = tmp_path / "keys", tmp_path / "slots"
+    keys, slots, model = tmp_path / "keys", tmp_path / "slots", tmp_path / "model.gguf"
     keys.write_text("key\n")
     slots.mkdir()
-    mine = {"/etc/kvarts/keys/keys": str(keys), "/var/lib/kvarts/slots": str(slots)}
+    model.touch()
+    mine = {
+        "/etc/kvarts/keys/keys": str(keys),
+        "/var/lib/kvarts/slots": str(slots),
+        "/models/model.gguf": str(model),
+    }
     given: list[str] = container()["args"]
     words = [mine.get(word, word) for word in given]
     options = server_command_line(words, {"HOME": str(tmp_path)}).service
