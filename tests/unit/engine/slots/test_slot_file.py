@@ -318,6 +318,26 @@ def test_every_flipped_bit_is_refused(folder: SlotFolder, state: State):
         assert isinstance(_refused(folder, bytes(damaged), accepted), SlotFileCorrupt), bit
 
 
+@pytest.mark.slow
+def test_a_body_cut_or_flipped_anywhere_is_refused_in_little_memory(folder: SlotFolder):
+    """Check 5: 256 cuts and 2,000 bits of a body of several pieces."""
+    state = make_state(600, seed=5)
+    state.write(folder)
+    data, rng = _bytes(folder), np.random.default_rng(6)
+    body_at = len(data) - sum(
+        array.nbytes for content in state.contents.values() for array in arrays_of(content)
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for end in rng.choice(np.arange(body_at, len(data)), 256, replace=False):
+        assert isinstance(_refused(folder, data[:end], ACCEPTED), SlotFileCorrupt), end
+    for bit in rng.choice(np.arange(8 * body_at, 8 * len(data)), 2000, replace=False):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << int(bit % 8)
+        assert isinstance(_refused(folder, bytes(damaged), ACCEPTED), SlotFileCorrupt), bit
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert grown <= len(data) + (8 << 20)
+
+
 def test_bytes_behind_the_body_are_refused(folder: SlotFolder):
     _SMALL.write(folder)
     assert "tensors end" in str(_refused(folder, _bytes(folder) + b"\0"))

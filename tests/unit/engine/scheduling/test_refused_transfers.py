@@ -1,0 +1,172 @@
+"""Transfers that are refused, given up or broken by the device: everything is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import (
+    EngineError,
+    EngineFault,
+    KvPagesExhausted,
+)
+from engine.scheduling.wishes import RestoredSlot
+from engine.slots.errors import (
+    SlotContextTooSmall,
+    SlotFileCorrupt,
+    SlotFileMismatch,
+    SlotFileNotFound,
+)
+from engine.step import PoolLost
+from tests.slot_stores import restore_wish
+from tests.unit.engine.drive import B, solo
+from tests.unit.engine.scheduling.saving import NAME, Transfers, ask_in, some_prompt
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip_last(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "config", "expected"),
+    [
+        (Path.unlink, {}, SlotFileNotFound),
+        (_cut, {}, SlotFileCorrupt),
+        (_flip_last, {}, SlotFileCorrupt),
+        (None, {"weights": "other"}, SlotFileMismatch),
+        (None, {"window": 9}, SlotFileMismatch),
+        (None, {"context_tokens": 40}, SlotContextTooSmall),
+    ],
+)
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_refused_restore_leaves_everything_as_it_was(
+    tmp_path: Path,
+    damage: Callable[[Path], None] | None,
+    config: dict[str, Any],
+    expected: type[EngineError],
+    is_dry: bool,
+):
+    first = Transfers(tmp_path)
+    first.run(ask_in("a", some_prompt(50)))
+    first.save(0)
+    if damage is not None:
+        damage(tmp_path / NAME)
+    layout: dict[str, Any] = {"kv_pages": 18 if is_dry else 64} | config
+    it = Transfers(tmp_path, **layout)
+    it.run(ask_in("a", some_prompt(30, 1)))
+    it.run(ask_in("b", some_prompt(30, 2), 1))
+    before = it.state()
+    with pytest.raises(expected):
+        it.restore(0)
+    it.drive.rest()
+    assert it.state() == before
+    for name, slot_id, seed in (("c", 0, 1), ("d", 1, 2)):
+        prompt = (*some_prompt(30, seed), B)
+        assert it.run(ask_in(name, prompt, slot_id)) == solo(prompt, 5, config.get("window"))
+        assert it.drive.started(name).cached_tokens == 30
+
+
+def test_idle_state_gives_way_to_a_whole_file(tmp_path: Path):
+    first = Transfers(tmp_path)
+    first.run(ask_in("a", some_prompt(50)))
+    first.save(0)
+    it = Transfers(tmp_path, kv_pages=16)
+    it.run(ask_in("a", some_prompt(30, 1)))
+    it.run(ask_in("b", some_prompt(25, 2), 1))
+    assert it.restore(0).tokens == 54
+    it.drive.rest()
+    prompt = (*some_prompt(50), B)
+    assert it.run(ask_in("c", prompt)) == solo(prompt, 5)
+    assert it.drive.started("c").cached_tokens == 50
+
+
+def test_running_requests_do_not_give_way(tmp_path: Path):
+    first = Transfers(tmp_path)
+    first.run(ask_in("a", some_prompt(50)))
+    first.save(0)
+    it = Transfers(tmp_path, kv_pages=16)
+    it.engine.submit(ask_in("a", some_prompt(20, 1), 1, max_tokens=20))
+    it.drive.steps(8)
+    with pytest.raises(KvPagesExhausted) as caught:
+        it.restore(0)
+    assert caught.value.needed == 14
+    it.drive.rest()
+    assert it.drive.tokens("a") == solo(some_prompt(20, 1), 20)
+
+
+def test_running_requests_keep_what_they_need_while_a_slot_is_restored(tmp_path: Path):
+    """Their pages grow, step by step, while the reserved ones are filled."""
+    first = Transfers(tmp_path, window=8)
+    first.run(ask_in("a", some_prompt(50)))
+    first.save(0)
+    it = Transfers(tmp_path, window=8, kv_pages=24)
+    it.engine.submit(ask_in("a", some_prompt(20, 1), 1, max_tokens=18))
+    it.drive.steps(4)
+    outcome: RestoredSlot | None = None
+    with contextlib.suppress(KvPagesExhausted, EngineFault):
+        outcome = it.restore(0)
+    it.drive.rest()
+    assert it.drive.tokens("a") == solo(some_prompt(20, 1), 18, 8)
+    if outcome is not None:
+        prompt = (*some_prompt(50), B)
+        assert it.run(ask_in("c", prompt)) == solo(prompt, 5, 8)
+
+
+@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_fault_of_the_device_ends_the_transfer_alone(tmp_path: Path, at: int, is_lost: bool):
+    first = Transfers(tmp_path)
+    first.run(ask_in("a", some_prompt(50)))
+    first.save(0)
+    it = Transfers(tmp_path)
+    it.run(ask_in("b", some_prompt(30, 1)))
+    calls = itertools.count()
+    runner = it.drive.runner
+    for name in ("read_pages", "write_pages"):
+        real = getattr(runner, name)
+
+        def call(*args: Any, real: Callable[..., Any] = real) -> Any:
+            if next(calls) == at:
+                runner.fail_transfer_with = PoolLost("gone") if is_lost else MemoryError("full")
+            return real(*args)
+
+        setattr(runner, name, call)
+    for work in (lambda: it.save(0, "two"), lambda: it.restore(0)):
+        try:
+            work()
+        except EngineFault:
+            assert next(calls) > at
+    it.drive.rest()
+    assert {path.name for path in tmp_path.iterdir()} <= {NAME, "two"}
+    it.restore(1)
+    prompt = (*some_prompt(50), B)
+    assert it.run(ask_in("c", prompt, 1)) == solo(prompt, 5)
+    assert it.drive.started("c").cached_tokens == 50
+
+
+def test_a_restore_can_be_given_up_at_any_piece(tmp_path: Path):
+    first = Transfers(tmp_path, context_tokens=1024, kv_pages=300)
+    first.run(ask_in("a", some_prompt(900)))
+    first.save(0)
+    for num_steps in range(7):
+        it = Transfers(tmp_path, context_tokens=1024, kv_pages=300)
+        it.run(ask_in("b", some_prompt(30, 1)))
+        before = it.state()
+        wish = restore_wish(it.store, 0, NAME)
+        it.engine.transfer_slot(wish)
+        it.drive.steps(num_steps)
+        if not wish.done.cancel():
+            continue
+        it.settle()
+        assert it.state() == before
