@@ -4,6 +4,8 @@ PORT ?= 8080
 GRPC_PORT ?= 50051
 SHARED ?= ../shared
 ARGS ?=
+# Files of tests side by side; a worker holds jax and what it compiled, so not one for each of many cores.
+WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 UV := $(shell command -v uv 2>/dev/null)
 # The first that runs and is new enough; a version manager's stand-in may exist and not run.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
@@ -35,7 +37,7 @@ serve: $(READY)
 	$(BIN)/kvarts-server --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
 test: setup
-	$(PY) -m pytest -m "not slow and not device" $(ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not slow and not device" $(ARGS)
 
 check: lint type test
 
@@ -60,7 +62,7 @@ proto: $(READY)
 accept: setup
 	$(PY) -m tests.unit.engine.gguf.mutants 20000
 	$(PY) -m tests.unit.engine.adapters.mutants 20000
-	SIM_SEEDS=1000 $(PY) -m pytest tests/unit/engine/test_simulation.py
+	SIM_SEEDS=1000 $(PY) -m pytest $(WORKERS) --dist load tests/unit/engine/test_simulation.py
 	$(PY) -m tests.accept $(SHARED)
 
 e2e: setup

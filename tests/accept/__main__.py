@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import multiprocessing
+import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.accept.folder import Golden, find_goldens
@@ -14,6 +20,12 @@ from tests.accept.outcome import Failure, Unsupported
 
 # A few of the nine or eight: each is evaluated by two models of real size.
 _CHUNKS = 2
+# Each process holds a model of real size and its programs.
+_MAX_JOBS = 4
+
+# A golden's name, the verdict, what is to be said beside it, and the seconds that it took.
+_Judged = tuple[str, str, str, float]
+_Map = Callable[[Callable[[int], _Judged], Iterable[int]], Iterable[_Judged]]
 
 
 def main() -> int:
@@ -27,19 +39,24 @@ def main() -> int:
         default=_CHUNKS,
         help="chunks of 512 tokens that a divergence is measured on (default %(default)s)",
     )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=min(_MAX_JOBS, os.cpu_count() or 1),
+        help="files checked at once, each in a process (default %(default)s)",
+    )
     arguments = parser.parse_args()
     if not (arguments.folder / "goldens").is_dir():
         print(f"accept: {arguments.folder} has no goldens/", file=sys.stderr)
         return 1
+    goldens = list(find_goldens(arguments.folder, arguments.chunks))
+    chosen = [number for number, golden in enumerate(goldens) if arguments.only in golden.name]
     counts: collections.Counter[str] = collections.Counter()
-    for golden in find_goldens(arguments.folder, arguments.chunks):
-        if arguments.only not in golden.name:
-            continue
-        started_s = time.monotonic()
-        verdict, detail = _judge(golden)
-        counts[verdict] += 1
-        took_s = time.monotonic() - started_s
-        print(f"{verdict:11} {golden.name} ({took_s:.1f} s): {detail}", flush=True)
+    judge = partial(_judge, arguments.folder, arguments.chunks)
+    with _mapping(arguments.jobs) as map_ordered:
+        for name, verdict, detail, took_s in map_ordered(judge, chosen):
+            counts[verdict] += 1
+            print(f"{verdict:11} {name} ({took_s:.1f} s): {detail}", flush=True)
     print(
         f"accept: {counts['passed']} passed, {counts['failed']} failed, "
         f"{counts['unsupported']} unsupported"
@@ -47,7 +64,25 @@ def main() -> int:
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 
-def _judge(golden: Golden) -> tuple[str, str]:
+@contextmanager
+def _mapping(jobs: int) -> Generator[_Map]:
+    """A `map` over processes; started afresh, because XLA's threads do not survive a fork."""
+    if jobs <= 1:
+        yield map
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield pool.map
+
+
+def _judge(folder: Path, chunks: int, number: int) -> _Judged:
+    golden = list(find_goldens(folder, chunks))[number]
+    started_s = time.monotonic()
+    verdict, detail = _verdict(golden)
+    return golden.name, verdict, detail, time.monotonic() - started_s
+
+
+def _verdict(golden: Golden) -> tuple[str, str]:
     try:
         return "passed", golden.check()
     except Unsupported as reason:

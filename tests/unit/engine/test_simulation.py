@@ -18,6 +18,8 @@ from tests.unit.engine.simulation import Simulation
 NUM_SEEDS = int(os.environ.get("SIM_SEEDS", "150"))
 FIRST_SEED = int(os.environ.get("SIM_FIRST", "0"))
 NUM_COMMANDS = 300
+# What one test runs; the tests of many seeds share the processors.
+SEEDS_PER_TEST = 250
 # With fewer seeds a rare branch may stay unseen, which says nothing.
 SEEDS_THAT_SEE_ALL = 100
 
@@ -111,13 +113,17 @@ EVERY_BRANCH = {
     "rebuild:REBUILD_ROLLED_BACK",
 }
 
-# A nightly run is one long test: what hangs is a seed, not the whole.
-pytestmark = pytest.mark.timeout(300 + 2 * NUM_SEEDS)
+_END = FIRST_SEED + NUM_SEEDS
+
+# What hangs is a seed, not the whole.
+pytestmark = pytest.mark.timeout(300 + 2 * SEEDS_PER_TEST)
 
 
-def test_every_seed_keeps_every_invariant() -> None:
+@pytest.mark.parametrize("first", range(FIRST_SEED, _END, SEEDS_PER_TEST))
+def test_every_seed_keeps_every_invariant(first: int) -> None:
+    seeds = range(first, min(first + SEEDS_PER_TEST, _END))
     seen: Counter[str] = Counter()
-    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS):
+    for seed in seeds:
         simulation = Simulation(seed)
         try:
             simulation.run(NUM_COMMANDS)
@@ -125,7 +131,7 @@ def test_every_seed_keeps_every_invariant() -> None:
             error.add_note(f"replay: SIM_FIRST={seed} SIM_SEEDS=1 pytest {__file__}")
             raise
         seen += simulation.seen
-    if NUM_SEEDS >= SEEDS_THAT_SEE_ALL:
+    if len(seeds) >= SEEDS_THAT_SEE_ALL:
         assert set(seen) >= EVERY_BRANCH, f"never happened: {sorted(EVERY_BRANCH - set(seen))}"
 
 

@@ -26,9 +26,13 @@ def test_trace_ids(header: str | None, expected: str | None) -> None:
     assert trace_id(header) == expected
 
 
-@pytest.mark.parametrize("text", ["a", "a" * 36, "!~", mint_request_id()])
+@pytest.mark.parametrize("text", ["a", "a" * 36, "!~"])
 def test_request_ids(text: str) -> None:
     assert is_request_id(text)
+
+
+def test_a_minted_request_id_is_one() -> None:
+    assert is_request_id(mint_request_id())
 
 
 @pytest.mark.parametrize("text", ["", "a" * 37, "a b", "a\n", "\u00e9", "\0"])
