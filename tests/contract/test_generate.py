@@ -181,13 +181,14 @@ async def test_the_request_id_comes_back_as_a_header() -> None:
     assert len(minted) == 32
 
 
-async def test_silent_requests_run_under_the_servers_defaults() -> None:
-    defaults = GenerationDefaults(max_tokens=2, stop=("zzz",))
-    async with serving(model={"defaults": defaults}) as it:
-        responses = await it.collect(GenerateRequest(text="x", sampling=SamplingParams(seed=1)))
+@pytest.mark.parametrize(("answer", "text"), [("abc", "ab"), ("azb", "a")])
+async def test_silent_requests_run_under_the_servers_defaults(answer: str, text: str) -> None:
+    defaults = GenerationDefaults(max_tokens=2, stop=("z",))
+    async with serving(runner=says(answer, "x"), model={"defaults": defaults}) as it:
+        responses = await it.collect(GenerateRequest(text="x"))
         (slot,) = [s for s in (await it.slots.ListSlots(SLOTS)).slots if s.HasField("settings")]
-    assert responses[-1].finished.completion_tokens == 2
-    assert (slot.settings.max_tokens, slot.settings.stop) == (2, ["zzz"])
+    assert (text_of(responses), responses[-1].finished.completion_tokens) == (text, 2)
+    assert slot.settings.max_tokens == 2
 
 
 def chat(*turns: tuple[str, str], **changes: Any) -> common_pb2.ChatPrompt:
