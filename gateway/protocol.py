@@ -45,8 +45,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._begin_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Nothing is waited for any more.
+
+        uvicorn lets go of its timer for the next request only where the end was in order; one that
+        was reset would stay in memory until then.
+        """
         self._end_limit()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

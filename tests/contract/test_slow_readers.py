@@ -62,6 +62,7 @@ async def _rest_of(call: Any) -> None:
 async def test_16_of_32_calls_stop_reading() -> None:
     async with serving(config=_CONFIG, stall_limit_s=_LIMIT_S) as it, AsyncExitStack() as stack:
         port = it.server.port
+        assert port is not None
         stalled = await asyncio.gather(*(_stalled_call(stack, port) for _ in range(_STALLED)))
         reading = GenerateRequest(text="y", ignore_eos=True, max_tokens=50)
         answers = await asyncio.gather(*(it.collect(reading) for _ in range(_READERS)))

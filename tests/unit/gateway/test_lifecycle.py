@@ -15,6 +15,7 @@ from kvarts.v1 import generation_pb2, rebuild_pb2
 
 from gateway import connection, peer_json, sse
 from gateway.peer_json import Json
+from gateway.run import Run
 from tests.unit.gateway.conftest import Serve, until_ready
 from tests.unit.gateway.fake_service import (
     Call,
@@ -66,6 +67,33 @@ async def test_a_client_that_leaves_cancels_its_call(
     writer = await dial(client, b'{"prompt":"Hi","stream":' + stream + b"}")
     await gate.reached.wait()
     writer.close()
+    await service.calls[0].was_cancelled.wait()
+
+
+async def test_what_reads_a_call_ends_by_itself_when_the_client_leaves(
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
+):
+    """gRPC never frees a read whose task was cancelled: half a kilobyte for each client."""
+    ended, ways = asyncio.Event(), list[str]()
+    read_all: Any = getattr(Run, "_read_all")  # noqa: B009 # private to its module
+
+    async def watched(*arguments: Any) -> None:
+        try:
+            await read_all(*arguments)
+            ways.append("returned")
+        except asyncio.CancelledError:
+            ways.append("cancelled")
+            raise
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Run, "_read_all", watched)
+    service.script = gate = Gate(starts=True)
+    writer = await dial(client, b'{"prompt":"Hi","stream":true}')
+    await gate.reached.wait()
+    writer.close()
+    await ended.wait()
+    assert ways == ["returned"]
     await service.calls[0].was_cancelled.wait()
 
 

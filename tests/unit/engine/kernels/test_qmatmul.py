@@ -190,8 +190,8 @@ def test_no_temporary_is_as_large_as_the_weights(name: str, num_rows: int) -> No
     layout = layout_for(Type[name])
     assert layout is not None
     rows, cols, layers = 4096, 1024, 12
-    zeros: Any = jax.ShapeDtypeStruct((layers,), jnp.int32)
-    stack = MatrixStack(zeros, zeros, zeros, zeros, zeros, rows, cols, (layout,))
+    places: Any = jax.ShapeDtypeStruct((layers, 5), jnp.int32)
+    stack = MatrixStack(places, rows, cols, (layout,))
     num_blocks = layers * layout.nbytes(rows, cols) // 64
     arena = jax.ShapeDtypeStruct((num_blocks, 64), jnp.uint8)
 
