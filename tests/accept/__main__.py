@@ -7,25 +7,21 @@ import collections
 import multiprocessing
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tests.accept.folder import Golden, find_goldens
-from tests.accept.outcome import Failure, Unsupported
+from tests.accept.folder import find_goldens
+from tests.accept.verdict import Judged, judge
 
 # A few of the nine or eight: each is evaluated by two models of real size.
 _CHUNKS = 2
 # Each process holds a model of real size and its programs.
 _MAX_JOBS = 4
 
-# A golden's name, the verdict, what is to be said beside it, and the seconds that it took.
-_Judged = tuple[str, str, str, float]
-_Map = Callable[[Callable[[int], _Judged], Iterable[int]], Iterable[_Judged]]
+_Map = Callable[[Callable[[int], Judged], Iterable[int]], Iterable[Judged]]
 
 
 def main() -> int:
@@ -52,9 +48,9 @@ def main() -> int:
     goldens = list(find_goldens(arguments.folder, arguments.chunks))
     chosen = [number for number, golden in enumerate(goldens) if arguments.only in golden.name]
     counts: collections.Counter[str] = collections.Counter()
-    judge = partial(_judge, arguments.folder, arguments.chunks)
+    judge_one = partial(judge, arguments.folder, arguments.chunks)
     with _mapping(arguments.jobs) as map_ordered:
-        for name, verdict, detail, took_s in map_ordered(judge, chosen):
+        for name, verdict, detail, took_s in map_ordered(judge_one, chosen):
             counts[verdict] += 1
             print(f"{verdict:11} {name} ({took_s:.1f} s): {detail}", flush=True)
     print(
@@ -73,25 +69,6 @@ def _mapping(jobs: int) -> Generator[_Map]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         yield pool.map
-
-
-def _judge(folder: Path, chunks: int, number: int) -> _Judged:
-    golden = list(find_goldens(folder, chunks))[number]
-    started_s = time.monotonic()
-    verdict, detail = _verdict(golden)
-    return golden.name, verdict, detail, time.monotonic() - started_s
-
-
-def _verdict(golden: Golden) -> tuple[str, str]:
-    try:
-        return "passed", golden.check()
-    except Unsupported as reason:
-        return "unsupported", str(reason)
-    except Failure as failure:
-        return "failed", str(failure)
-    # A crash in one file is that file's failure; the others are still worth knowing.
-    except Exception:
-        return "failed", traceback.format_exc()
 
 
 if __name__ == "__main__":
