@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import argparse
 import collections
-import multiprocessing
-import os
 import sys
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+import time
+import traceback
 from pathlib import Path
 
-from tests.accept.folder import find_goldens
-from tests.accept.verdict import Judged, judge
+from tests.accept.folder import Golden, find_goldens
+from tests.accept.outcome import Failure, Unsupported
 
 # A few of the nine or eight: each is evaluated by two models of real size.
 _CHUNKS = 2
-# Each process holds a model of real size and its programs.
-_MAX_JOBS = 4
-
-_Map = Callable[[Callable[[int], Judged], Iterable[int]], Iterable[Judged]]
 
 
 def main() -> int:
@@ -35,24 +27,19 @@ def main() -> int:
         default=_CHUNKS,
         help="chunks of 512 tokens that a divergence is measured on (default %(default)s)",
     )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=min(_MAX_JOBS, os.cpu_count() or 1),
-        help="files checked at once, each in a process (default %(default)s)",
-    )
     arguments = parser.parse_args()
     if not (arguments.folder / "goldens").is_dir():
         print(f"accept: {arguments.folder} has no goldens/", file=sys.stderr)
         return 1
-    goldens = list(find_goldens(arguments.folder, arguments.chunks))
-    chosen = [number for number, golden in enumerate(goldens) if arguments.only in golden.name]
     counts: collections.Counter[str] = collections.Counter()
-    judge_one = partial(judge, arguments.folder, arguments.chunks)
-    with _mapping(arguments.jobs) as map_ordered:
-        for name, verdict, detail, took_s in map_ordered(judge_one, chosen):
-            counts[verdict] += 1
-            print(f"{verdict:11} {name} ({took_s:.1f} s): {detail}", flush=True)
+    for golden in find_goldens(arguments.folder, arguments.chunks):
+        if arguments.only not in golden.name:
+            continue
+        started_s = time.monotonic()
+        verdict, detail = _judge(golden)
+        counts[verdict] += 1
+        took_s = time.monotonic() - started_s
+        print(f"{verdict:11} {golden.name} ({took_s:.1f} s): {detail}", flush=True)
     print(
         f"accept: {counts['passed']} passed, {counts['failed']} failed, "
         f"{counts['unsupported']} unsupported"
@@ -60,15 +47,16 @@ def main() -> int:
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 
-@contextmanager
-def _mapping(jobs: int) -> Generator[_Map]:
-    """A `map` over processes; started afresh, because XLA's threads do not survive a fork."""
-    if jobs <= 1:
-        yield map
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield pool.map
+def _judge(golden: Golden) -> tuple[str, str]:
+    try:
+        return "passed", golden.check()
+    except Unsupported as reason:
+        return "unsupported", str(reason)
+    except Failure as failure:
+        return "failed", str(failure)
+    # A crash in one file is that file's failure; the others are still worth knowing.
+    except Exception:
+        return "failed", traceback.format_exc()
 
 
 if __name__ == "__main__":

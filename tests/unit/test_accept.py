@@ -150,17 +150,13 @@ def test_a_differing_exchange_fails_its_group_with_the_first_difference() -> Non
         report(judge(results, {"other group's": _TOOLS}))
 
 
-def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, jobs: int = 1) -> int:
-    monkeypatch.setattr("sys.argv", ["accept", str(folder), "--jobs", str(jobs)])
+def _run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["accept", str(folder)])
     return accept.main()
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
 def test_unsupported_files_are_listed_and_broken_ones_fail(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    jobs: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     goldens = tmp_path / "goldens" / "http"
     goldens.mkdir(parents=True)
@@ -169,7 +165,7 @@ def test_unsupported_files_are_listed_and_broken_ones_fail(
     (goldens / "b.json").write_text("{")
     (goldens / "c.json").write_text(json.dumps({"model": "none.gguf", "cases": []}))
     (goldens / "d.json").write_text(json.dumps({"figures": []}))
-    assert _run(tmp_path, monkeypatch, jobs) == 1
+    assert _run(tmp_path, monkeypatch) == 1
     lines = [re.sub(r"\d+\.\d s", "0 s", line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "unsupported goldens/http/a.json (0 s): its model none.gguf is not here"
     assert lines[1] == "failed      goldens/http/b.json (0 s): Traceback (most recent call last):"
