@@ -221,7 +221,7 @@ class Watched(Drive):
             self.log.append("start")
             return FakeStep(lambda: [self.log.append("results"), *step.results()][1:])
 
-        self.runner.start = logged  # type: ignore[method-assign]
+        self.runner.start = logged
 
     def step(self) -> list[str]:
         """Returns what happens in one step as the engine's own thread takes it."""
