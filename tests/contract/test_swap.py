@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from gguf import GGMLQuantizationType as Type
 from kvarts.v1 import (
     common_pb2,
-    embedding_pb2,
     lora_pb2,
     model_pb2,
     rebuild_pb2,
     slot_pb2,
-    tokenization_pb2,
 )
 
 from engine.adapters.errors import AdapterMismatch
 from engine.errors import ModelFileError, UnsupportedModel
-from service.loaded import ModelNames
 from tests.adapters import TinyAdapter, write_adapter
 from tests.contract.serving import (
     CONFIG,
@@ -37,80 +31,35 @@ from tests.contract.serving import (
     read_failure,
     serving,
 )
-from tests.contract.test_metrics import codes, scrape
-from tests.fake_text import FakeTokenizer
+from tests.contract.swaps import (
+    LETTERS,
+    NEW,
+    OLD,
+    A,
+    B,
+    LoadModelRequest,
+    all_replies,
+    load,
+    make_loader,
+    refused,
+    retired,
+    said,
+    served,
+    swapping,
+    until_loading,
+    until_unready,
+)
+from tests.contract.test_metrics import scrape
 from tests.fakes import FakeClock
 from tests.loaders import TIGHT, FakeLoader
 
-LoadModelRequest = model_pb2.LoadModelRequest
-OLD, NEW = "old.gguf", "new.gguf"
-A, B = 40, 50
-LETTERS = {token: FakeTokenizer().piece(token).decode() for token in (A, B)}
 SAVE = slot_pb2.SaveSlotRequest(slot_id=0, filename="a")
-TOKENIZE = tokenization_pb2.TokenizeRequest(text="ab")
-EMBED = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="ab")])
-IN_PLACE = LoadModelRequest(path=NEW, replace_first=True)
 SHAPES = {"blk.0.attn_q.weight": (4, 4)}
 
 
 @pytest.fixture(name="loader")
-def make_loader(tmp_path: Path) -> FakeLoader:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    loader = FakeLoader(folder)
-    loader.write(OLD, A)
-    loader.write(NEW, B)
-    return loader
-
-
-@asynccontextmanager
-async def swapping(loader: FakeLoader, **more: Any) -> AsyncGenerator[Serving]:
-    """A server that serves the old model, whose every token is A."""
-    names = ModelNames(model_id=OLD, path=str(loader.folder / OLD))
-    runner = more.pop("runner", None) or gated_runner(_open_gate())
-    runner.next_token = lambda history: A
-    async with serving(
-        model={"names": names, "close": lambda: loader.closed.append(OLD)},
-        runner=runner,
-        make_loader=lambda: loader,
-        model_dir=str(loader.folder),
-        num_adapters=loader.num_adapters,
-        metrics_port=0,
-        **more,
-    ) as it:
-        yield it
-
-
-def _open_gate() -> StepGate:
-    gate = StepGate()
-    gate.open()
-    return gate
-
-
-async def load(it: Serving, path: str = NEW, **how: Any) -> model_pb2.LoadedModel:
-    replies = [reply async for reply in it.model.LoadModel(LoadModelRequest(path=path, **how))]
-    assert all(reply.HasField("progress") for reply in replies[:-1])
-    return replies[-1].loaded
-
-
-async def refused(it: Serving, path: str = NEW, **how: Any) -> Any:
-    return await failure(load(it, path, **how))
-
-
-async def said(it: Serving, count: int = 4) -> str:
-    replies = await it.collect(GenerateRequest(text="ab", max_tokens=count))
-    return "".join(reply.chunk.text for reply in replies)
-
-
-async def served(it: Serving) -> str:
-    return (await it.model.GetModel(model_pb2.GetModelRequest())).model.id
-
-
-async def retired(loader: FakeLoader, *names: str) -> None:
-    """Waits until models were let go."""
-    async with asyncio.timeout(30):
-        while loader.closed != list(names):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+def _loader(tmp_path: Path) -> FakeLoader:
+    return make_loader(tmp_path)
 
 
 @pytest.mark.parametrize("replace_first", [False, True])
@@ -138,7 +87,7 @@ async def test_running_requests_finish_on_the_model_that_they_began_on(
         await gate.arrival()
         changing = asyncio.create_task(load(it, replace_first=replace_first))
         if replace_first:
-            await _until_unready(it)
+            await until_unready(it)
             failed = await failure(it.slots.SaveSlot(SAVE))
             assert (failed.reason, failed.retry_s) == ("MODEL_LOADING", 1.0)
             assert loader.orders == []
@@ -154,129 +103,6 @@ async def test_running_requests_finish_on_the_model_that_they_began_on(
         counters = await scrape(it)
         done = 'kvarts_generations_total{outcome="finished"}'
         assert counters[done] == (7 if replace_first else 8)
-
-
-@asynccontextmanager
-async def draining(
-    loader: FakeLoader, how: LoadModelRequest, **more: Any
-) -> AsyncGenerator[tuple[Serving, asyncio.Task[str], asyncio.Task[list[Any]], StepGate]]:
-    """A server that waits for a running request before it lets the old model go."""
-    gate = StepGate()
-    async with swapping(loader, runner=gated_runner(gate), **more) as it:
-        running = asyncio.create_task(said(it, 20))
-        await gate.arrival()
-        changing = asyncio.create_task(_all(it, how))
-        await _until_unready(it)
-        yield it, running, changing, gate
-
-
-async def _waiting(it: Serving, count: int) -> None:
-    """Waits until so many calls wait for a model."""
-    room = it.server.waiting_room
-    async with asyncio.timeout(30):
-        while room.num_calls != count:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def test_calls_that_arrive_during_a_change_wait_and_run_on_the_new_model(
-    loader: FakeLoader,
-) -> None:
-    async with draining(loader, IN_PLACE) as (it, running, changing, gate):
-        early = [asyncio.create_task(said(it)) for _ in range(3)]
-        counting = asyncio.ensure_future(it.tokenization.Tokenize(TOKENIZE))
-        embedding = asyncio.create_task(failure(it.embedding.Embed(EMBED)))
-        await _waiting(it, 5)
-        loader.gate = threading.Event()
-        gate.open()
-        assert await running == LETTERS[A] * 20
-        await _until_loading(loader)
-        late = asyncio.create_task(said(it))
-        await _waiting(it, 6)
-        loader.gate.set()
-        assert await asyncio.gather(*early, late) == [LETTERS[B] * 4] * 4
-        assert len((await counting).tokens) == 2
-        assert (await embedding).reason == "NOT_SUPPORTED"
-        await changing
-        await _waiting(it, 0)
-        counters = await scrape(it)
-        assert counters['kvarts_generations_total{outcome="finished"}'] == 5
-        # Their wait is a wait in the queue.
-        assert counters["kvarts_queue_seconds_sum"] > 0
-
-
-async def test_no_more_calls_wait_than_may_queue(loader: FakeLoader) -> None:
-    config = replace(CONFIG, queue_requests=2)
-    async with draining(loader, IN_PLACE, config=config) as (it, running, changing, gate):
-        waiting = [asyncio.create_task(said(it)) for _ in range(2)]
-        await _waiting(it, 2)
-        failed = await failure(it.collect(GenerateRequest(text="ab")))
-        assert (failed.code, failed.reason) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "QUEUE_FULL",
-        )
-        assert failed.retry_s is not None
-        gate.open()
-        await running
-        await changing
-        assert await asyncio.gather(*waiting) == [LETTERS[B] * 4] * 2
-
-
-async def test_who_waits_for_a_model_may_give_up(loader: FakeLoader) -> None:
-    async with draining(loader, IN_PLACE) as (it, running, changing, gate):
-        late = asyncio.create_task(failure(it.collect(GenerateRequest(text="ab"), timeout=3)))
-        await _waiting(it, 1)
-        assert (await late).code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await _waiting(it, 0)
-        call = it.generation.Generate(GenerateRequest(text="ab"))
-        await _waiting(it, 1)
-        call.cancel()
-        await _waiting(it, 0)
-        gate.open()
-        await running
-        await changing
-        wanted = {"OK": 1, "DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
-        async with asyncio.timeout(30):
-            while codes(await scrape(it)) != wanted:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-
-async def test_who_waits_goes_on_on_the_old_model_if_it_stays(loader: FakeLoader) -> None:
-    how = LoadModelRequest(path=NEW, replace_first=True)
-    how.drain_timeout.FromMilliseconds(300)
-    async with draining(loader, how) as (it, running, changing, gate):
-        waiting = asyncio.create_task(said(it))
-        await _waiting(it, 1)
-        assert (await failure(changing)).reason == "MODEL_IN_USE"
-        gate.open()
-        assert await asyncio.gather(running, waiting) == [LETTERS[A] * 20, LETTERS[A] * 4]
-
-
-async def test_who_waits_is_told_when_nothing_comes(loader: FakeLoader) -> None:
-    loader.fails = {("load", name): [ModelFileError(name, "is gone")] for name in (OLD, NEW)}
-    async with draining(loader, IN_PLACE) as (it, running, changing, gate):
-        waiting = asyncio.create_task(failure(it.collect(GenerateRequest(text="ab"))))
-        await _waiting(it, 1)
-        gate.open()
-        await running
-        assert (await failure(changing)).reason == "MODEL_LOST"
-        assert (await waiting).reason == "MODEL_LOADING"
-
-
-async def test_a_stop_tells_who_waits_for_a_model(loader: FakeLoader) -> None:
-    async with draining(loader, IN_PLACE, stop_s=1.0) as (it, running, changing, gate):
-        waiting = asyncio.create_task(failure(it.collect(GenerateRequest(text="ab"))))
-        await _waiting(it, 1)
-        stopping = asyncio.create_task(it.server.stop(1.0))
-        assert (await waiting).reason == "SHUTTING_DOWN"
-        gate.open()
-        await stopping
-        await asyncio.gather(running, changing, return_exceptions=True)
-
-
-async def _until_unready(it: Serving) -> None:
-    async with asyncio.timeout(30):
-        while await it.status() == 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +226,7 @@ async def test_a_drain_that_runs_out_leaves_all_as_it_was(loader: FakeLoader) ->
         await gate.arrival()
         how = LoadModelRequest(path=NEW, replace_first=True)
         how.drain_timeout.FromMilliseconds(1)
-        failed = await failure(_all(it, how))
+        failed = await failure(all_replies(it, how))
         assert (failed.code, failed.reason) == (grpc.StatusCode.ABORTED, "MODEL_IN_USE")
         assert failed.metadata == {"activeRequests": "1"}
         gate.open()
@@ -408,21 +234,11 @@ async def test_a_drain_that_runs_out_leaves_all_as_it_was(loader: FakeLoader) ->
         assert (await served(it), await it.status()) == (OLD, 1)
 
 
-async def _all(it: Serving, request: LoadModelRequest) -> list[Any]:
-    return [reply async for reply in it.model.LoadModel(request)]
-
-
-async def _until_loading(loader: FakeLoader) -> None:
-    async with asyncio.timeout(30):
-        while not loader.orders:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_who_goes_away_while_it_loads_stops_it(loader: FakeLoader) -> None:
     loader.gate = threading.Event()
     async with swapping(loader) as it:
         call = it.model.LoadModel(LoadModelRequest(path=NEW))
-        await _until_loading(loader)
+        await until_loading(loader)
         # One at a time, also while the first one ends.
         busy = await refused(it)
         assert (busy.code, busy.reason, busy.retry_s) == (
@@ -454,7 +270,7 @@ async def test_who_goes_away_after_the_old_model_gets_the_new_one(loader: FakeLo
     loader.plan, loader.gate = TIGHT, threading.Event()
     async with swapping(loader) as it:
         call = it.model.LoadModel(LoadModelRequest(path=NEW))
-        await _until_loading(loader)
+        await until_loading(loader)
         call.cancel()
         loader.gate.set()
         async with asyncio.timeout(30):
@@ -469,7 +285,7 @@ async def test_a_stop_does_not_wait_for_a_load(loader: FakeLoader, is_tight: boo
     loader.gate = threading.Event()
     async with swapping(loader, stop_s=1.0) as it:
         call = it.model.LoadModel(LoadModelRequest(path=NEW))
-        await _until_loading(loader)
+        await until_loading(loader)
         began_s = asyncio.get_running_loop().time()
         await it.server.stop(1.0)
         assert asyncio.get_running_loop().time() - began_s < 20
@@ -534,7 +350,7 @@ async def test_changes_that_it_takes_over_wait_for_it(loader: FakeLoader, tmp_pa
     loader.gate = threading.Event()
     async with swapping(loader, adapter_dir=str(tmp_path)) as it:
         changing = asyncio.create_task(load(it))
-        await _until_loading(loader)
+        await until_loading(loader)
         none = lora_pb2.SetAdapterScalesRequest(scales=common_pb2.AdapterScales())
         sizes = rebuild_pb2.RebuildRequest(target=rebuild_pb2.PoolSizes(kv_pages=100))
         for call in (it.lora.SetAdapterScales(none), it.rebuild.Rebuild(sizes)):
