@@ -37,10 +37,14 @@ def test_no_more_work_at_a_time_than_may_and_all_in_the_end() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_work_that_fails_leaves_its_turn_to_others() -> None:
     start, done = FileThreads(1), threading.Event()
+    failing: queue.Queue[threading.Thread] = queue.Queue()
 
     def fail() -> None:
+        failing.put(threading.current_thread())
         raise RuntimeError("a fault")
 
     start(fail)
     start(done.set)
     assert done.wait(PATIENCE_S)
+    # Its error is told after its turn has ended; told later it would be the next test's.
+    failing.get(timeout=PATIENCE_S).join(PATIENCE_S)
