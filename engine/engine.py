@@ -283,11 +283,11 @@ class Engine:
         failed_in = self.rebuilds.failed_in
         self._scheduler.refuse_waiting(lambda: RebuildFailed(failed_in), begun_too=True)
 
-    def stop(self, grace_s: float = 0.0, *, save_s: float = 0.0) -> None:
-        """Ends the engine: what waits fails with ShuttingDown, what runs may go on for `grace_s`.
+    def begin_stop(self, grace_s: float = 0.0, *, save_s: float = 0.0) -> None:
+        """Asks for the end: what waits fails with ShuttingDown, what runs may go on for `grace_s`.
 
-        Then the rest is cancelled and the thread joined. Requests are cancelled `save_s` earlier,
-        so that their slots can still be saved. May be called again with less time.
+        Then the rest is cancelled. Requests are cancelled `save_s` earlier, so that their slots
+        can still be saved. Waits for nothing; may be called again with less time.
         """
         stop_at_s = self._clock() + grace_s
         with self._wake:
@@ -295,6 +295,15 @@ class Engine:
                 self._stop_at_s = stop_at_s
                 self._save_s = save_s
             self._wake.notify_all()
+
+    def stop(self, grace_s: float = 0.0, *, save_s: float = 0.0) -> None:
+        """Ends the engine: `begin_stop`, then `join`."""
+        self.begin_stop(grace_s, save_s=save_s)
+        self.join()
+
+    def join(self) -> None:
+        """Returns once an engine that was asked to stop has ended."""
+        with self._wake:
             thread = self._thread
         if thread is None:
             self._run()

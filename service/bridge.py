@@ -335,9 +335,10 @@ class Bridge:
         self._is_stopping = True
         self._has_changed.set()
         engines = [tenure.model.engine for tenure in self._books.tenures]
-        await asyncio.gather(
-            *(asyncio.to_thread(engine.stop, grace_s, save_s=save_s) for engine in engines)
-        )
+        # At once, on this thread: no request may begin while a worker for the wait is awaited.
+        for engine in engines:
+            engine.begin_stop(grace_s, save_s=save_s)
+        await asyncio.gather(*(asyncio.to_thread(engine.join) for engine in engines))
 
     @property
     def _current(self) -> Tenure:
