@@ -135,14 +135,16 @@ class Transfers:
 
         def work() -> None:
             began_s = self._parts.clock()
+
+            def tell(size: int) -> None:
+                elapsed_s = self._parts.clock() - began_s
+                saved = SavedSlot(slot.slot_id, len(tokens), size, elapsed_s)
+                calls.call(partial(self._end_save, slot, save_, saved, then))
+
             try:
-                size = save(save_.order, manifest, tokens, gather, save_.done.done)
+                save(save_.order, manifest, tokens, gather, save_.done.done, tell)
             except Exception as error:
                 calls.call(partial(self._end_save, slot, save_, error, then))
-                return
-            elapsed_s = self._parts.clock() - began_s
-            saved = SavedSlot(slot.slot_id, len(tokens), size, elapsed_s)
-            calls.call(partial(self._end_save, slot, save_, saved, then))
 
         self._parts.start(work)
 

@@ -105,8 +105,12 @@ def save(
     tokens: Sequence[int],
     gather: Callable[[Piece], Future[Gathered]],
     is_stopped: Callable[[], bool],
-) -> int:
-    """Writes a slot's file; returns its size in bytes.
+    tell: Callable[[int], None],
+) -> None:
+    """Writes a slot's file.
+
+    Nothing is raised once `tell` was called: what is left then is to free the file of that name
+    that was there before.
 
     Args:
         order: What and where.
@@ -114,6 +118,7 @@ def save(
         tokens: The tokens of the state.
         gather: Asks for the pages of a piece.
         is_stopped: Whether the caller has gone away; asked before each piece.
+        tell: Gets the size of the file, in bytes, once it is safe under its name.
 
     Raises:
         EngineError: As `SlotWriter.open`; nothing of the file stays.
@@ -124,7 +129,7 @@ def save(
             _check_stop(is_stopped)
             writer.add(piece, gathered.wait())
         _check_stop(is_stopped)
-        return writer.publish()
+        tell(writer.publish())
 
 
 def restore(

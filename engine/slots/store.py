@@ -5,6 +5,7 @@ Blocking: callers have a thread for it. Knows files and the model's identity, no
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ class SlotStore:
         self.identity = identity
         self._root = root
         self._limit_bytes = limit_bytes
+        self._freeing = threading.Lock()
         self._vocab_size = vocab_size
         self._context_tokens = context_tokens
         self._adapters = adapters
@@ -74,7 +76,7 @@ class SlotStore:
             fingerprint: What `identity` answered.
         """
         identity = self.identity
-        folder = SlotFolder(self._root, tenant, self._limit_bytes)
+        folder = SlotFolder(self._root, tenant, self._limit_bytes, self._freeing)
         return SaveOrder(folder, filename, fingerprint, identity.traits, identity.model_name)
 
     def restore_order(

@@ -58,7 +58,9 @@ def peak():
 
 before = peak()
 order = SaveOrder(folder, NAME, FINGERPRINT, traits, "Tiny")
-size = save(order, manifest, tokens, lambda piece: done(Gathered(piece)), lambda: False)
+sizes = []
+save(order, manifest, tokens, lambda p: done(Gathered(p)), lambda: False, sizes.append)
+(size,) = sizes
 saved = peak() - before
 accepted = replace(ACCEPTED, traits=traits, context_tokens=num_tokens)
 target = Target()
