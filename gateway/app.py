@@ -31,7 +31,7 @@ from gateway.peer_json import UnreadableJson
 from gateway.readiness import Readiness
 from gateway.reload import Reloads
 from gateway.replies import ROUTE, Replies, WatchedReplies
-from gateway.routes import route_table
+from gateway.routes import WAITING, route_table
 from gateway.service import Service, credentials
 from gateway.sse import EventStream
 from gateway.tracing import PASSED_ON, Spans, trace_of
@@ -95,6 +95,7 @@ def make_app(
         keys or Keys(options),
         is_ready=lambda: readiness.facts is not None,
         is_serving=lambda: readiness.is_serving,
+        is_changing=lambda: readiness.change.is_on,
         pages=pages,
     )
     return WatchedReplies(gates, replies, spans)
@@ -109,16 +110,21 @@ def _endpoint(
     replies: Replies,
     reloads: Reloads,
 ):
+    waits = handler in WAITING or path == options.vertex_predict_path
+
     async def endpoint(request: Request) -> Response | EventStream:
         request.scope[ROUTE] = path
+        connection = Connection(request, options.timeout_s)
+        if readiness.change.is_on and waits:
+            await readiness.change.wait(connection)
         facts = readiness.facts
-        if facts is None:
+        if facts is None or readiness.change.is_on:
             raise ApiError(ErrorKind.UNAVAILABLE, "Loading model")
         key = credentials(presented_key(request.headers))
         metadata = (*key, *trace_of(request.scope))
         exchange = Exchange(
             request=request,
-            connection=Connection(request, options.timeout_s),
+            connection=connection,
             backend=Backend(service, facts, metadata),
             options=options,
             replies=replies,

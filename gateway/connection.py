@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -33,14 +33,28 @@ class Connection:
         self._request = request
         self.stall_s = stall_s
         self.body_bytes = 0
+        self._kept: bytes | None = None
 
     async def body(self) -> bytes:
-        """Reads the whole body.
+        """Reads the whole body, or gives away the one that was kept.
 
         Raises:
             ApiError: it is longer than `MAX_BODY_BYTES`, or the client stopped sending.
             ClientGone: the client left.
         """
+        body, self._kept = self._kept, None
+        return await self._read(_take_any) if body is None else body
+
+    async def keep_body(self, take: Callable[[int], None]) -> None:
+        """Reads the body ahead, for `body` to give; `take` hears of each part's bytes.
+
+        Raises:
+            ApiError: as `body`, or whatever `take` raises.
+            ClientGone: the client left.
+        """
+        self._kept = await self._read(take)
+
+    async def _read(self, take: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -58,6 +72,7 @@ class Connection:
                 raise ApiError(
                     ErrorKind.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes"
                 )
+            take(len(part))
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
@@ -95,6 +110,10 @@ class Connection:
     async def _until_gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
+
+
+def _take_any(num_bytes: int) -> None:
+    """Of a request that has a place already."""
 
 
 def json_response(value: Json, status: int = 200) -> Response:

@@ -37,7 +37,7 @@ class Gates:
     """The outermost application. `pages` are the paths of the page, open and never gated.
 
     Without `is_ready` no route can answer. Without `is_serving` generations wait: only who asks for
-    the health is told.
+    the health is told, and what for: for another model (`is_changing`), or for the pools.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Gates:
         *,
         is_ready: Ready,
         is_serving: Ready,
+        is_changing: Ready,
         pages: frozenset[str],
     ) -> None:
         self._app = app
         self._options = options
         self._is_ready = is_ready
         self._is_serving = is_serving
+        self._is_changing = is_changing
         self._pages = pages
         self._health = frozenset(f"{options.api_prefix}{path}" for path in _PUBLIC)
         self._keys = keys
@@ -75,7 +77,8 @@ class Gates:
         if not self._is_ready() and path not in self._pages:
             return _error(503, "Loading model", "unavailable_error")
         if path in self._health and not self._is_serving():
-            return _error(503, "Rebuilding memory pools", "unavailable_error")
+            cause = "Loading model" if self._is_changing() else "Rebuilding memory pools"
+            return _error(503, cause, "unavailable_error")
         if self._is_open(path) or self._keys.knows(presented_key(headers)):
             return None
         return _error(401, "Invalid API Key", "authentication_error")

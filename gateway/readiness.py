@@ -1,6 +1,7 @@
 """Whether the service can be asked: its health is watched, its facts are read when it is ready.
 
-Another model may be served without a moment in which it is not ready, so that is watched as well.
+Another model may be served without a moment in which it is not ready, so that is watched as well,
+and tells while it is on its way: requests wait for it then (`change`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvarts.v1 import model_pb2, rebuild_pb2
 
 from gateway.facts import Facts, gather
+from gateway.model_change import ModelChange
 from gateway.options import GatewayOptions
 from gateway.service import Service, credentials
 
@@ -70,6 +72,7 @@ class Readiness:
         self._pause = pause
         self._facts: Facts | None = None
         self._is_serving = False
+        self.change = ModelChange()
         self._warned_at_s: dict[object, float] = {}
 
     @property
@@ -80,7 +83,7 @@ class Readiness:
     @property
     def is_serving(self) -> bool:
         """Whether it serves what it is asked without delay."""
-        return self._facts is not None and self._is_serving
+        return self._facts is not None and self._is_serving and not self.change.is_on
 
     async def watch(self) -> None:
         """Follows the service until cancelled; a service that comes back is found again."""
@@ -103,7 +106,8 @@ class Readiness:
                     self._is_serving = is_serving
                     if is_serving:
                         self._facts = await self._gather()
-                    elif self._facts is not None and not await self._has_pools():
+                        self.change.end()
+                    elif self._facts is not None and not await self._has_model():
                         self._facts = None
             except _Refusal as refusal:
                 self._report(refusal)
@@ -112,20 +116,44 @@ class Readiness:
                 if self._is_due(type(error)):
                     _LOG.exception("not ready: an unexpected fault; trying again")
             self._facts = None
+            self.change.end()
             await asyncio.sleep(_RETRY_S)
 
     async def _follow_models(self) -> None:
-        key = credentials(self._options.service_key)
         while True:
             if self._facts is not None:
                 try:
-                    request = model_pb2.WatchModelRequest()
-                    async for _ in self._service.model.WatchModel(request, metadata=key):
-                        await self.renew()
+                    async for now in self._models():
+                        await self._take_note(now)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                         return  # an older service, which never serves another
+                await self._settle()
             await asyncio.sleep(_LOOK_S)
+
+    def _models(self) -> grpc.aio.UnaryStreamCall[Any, model_pb2.WatchModelResponse]:
+        key = credentials(self._options.service_key)
+        return self._service.model.WatchModel(model_pb2.WatchModelRequest(), metadata=key)
+
+    async def _take_note(self, now: model_pb2.WatchModelResponse) -> None:
+        if now.changing:
+            if self._facts is not None:
+                self.change.begin(self._facts.info)
+        elif self.change.is_on:
+            await self._settle()
+        else:
+            await self.renew()
+
+    async def _settle(self) -> None:
+        """Ends a change, if there is one: what is served is read anew, or nothing is."""
+        if not self.change.is_on:
+            return
+        try:
+            self._facts = await self._gather()
+        except _Refusal as refusal:
+            self._facts = None
+            self._report(refusal)
+        self.change.end()
 
     async def _remind(self) -> None:
         """Says whom the gateway is waiting for: a service that is not there refuses nothing."""
@@ -162,8 +190,12 @@ class Readiness:
         )
         return gather(model.model, info.info, self._options)
 
+    async def _has_model(self) -> bool:
+        """Whether the service, which does not serve now, has its model or another on its way."""
+        return await self._has_pools() or await self._has_next()
+
     async def _has_pools(self) -> bool:
-        """Whether the service still has its model; its pools say so while they are split anew."""
+        """Its pools say so while they are split anew."""
         key = credentials(self._options.service_key)
         try:
             reply = await self._service.rebuild.GetPools(
@@ -172,6 +204,20 @@ class Readiness:
         except grpc.aio.AioRpcError:
             return False
         return reply.state != rebuild_pb2.REBUILD_STATE_UNSPECIFIED
+
+    async def _has_next(self) -> bool:
+        """A call of its own: the other stream may tell later than health does, or have ended."""
+        call = self._models()
+        try:
+            async for now in call:
+                if now.changing and self._facts is not None:
+                    self.change.begin(self._facts.info)
+                return True
+        except grpc.aio.AioRpcError:
+            return False
+        finally:
+            call.cancel()
+        return False
 
     def _report(self, refusal: _Refusal) -> None:
         """Warns of what will not pass by itself, now and then while it lasts."""

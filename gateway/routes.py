@@ -43,6 +43,28 @@ async def openai_completion(exchange: Exchange) -> Response | EventStream:
     return await complete(exchange.connection, exchange.backend, body, dialect)
 
 
+# What the service lets wait for the next model too, while it changes to it.
+WAITING: frozenset[Handler] = frozenset(
+    {
+        native_completion,
+        openai_completion,
+        infill,
+        chat_routes.chat_completions,
+        chat_routes.responses,
+        chat_routes.messages,
+        embed,
+        embed_natively,
+        rerank,
+        tokens.tokenize,
+        tokens.detokenize,
+        tokens.apply_template,
+        tokens.count_chat_tokens,
+        tokens.count_response_tokens,
+        tokens.count_message_tokens,
+    }
+)
+
+
 def route_table() -> list[RouteRow]:
     """(method, paths, handler), fresh for each application because metrics keep a memory."""
     return [

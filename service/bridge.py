@@ -49,6 +49,15 @@ class BridgeHooks:
     on_fault: Callable[[BaseException], None]
 
 
+@dataclass(frozen=True)
+class Served:
+    """What is served: its number, from 1, and name; `is_changing`: it was, until just now."""
+
+    number: int
+    model_id: str
+    is_changing: bool = False
+
+
 @dataclass(eq=False)
 class _Stream:
     """One call: its queue, and which of its requests the engine still knows.
@@ -97,7 +106,8 @@ class Bridge:
         self.changes = Changes()
         self._served: Tenure | None = None
         self._books = _Books()
-        self._num_served = 0
+        # The last one that was shown, also while nothing is served.
+        self._shown = Served(0, "")
         self._is_suspended = False
         self._has_changed = asyncio.Event()
         self._is_stopping = False
@@ -150,6 +160,7 @@ class Bridge:
         """
         tenure = self._current
         self._served, self._is_suspended = None, True
+        self._wake()
         return tenure
 
     def resume(self, tenure: Tenure) -> None:
@@ -170,20 +181,22 @@ class Bridge:
         self._books = self._books.without(tenure)
         self._dead.discard(tenure)
 
-    async def tenures(self) -> AsyncGenerator[tuple[int, LoadedModel]]:
-        """Yields what is served with its number, from 1, then each that is served after it.
+    async def tenures(self) -> AsyncGenerator[Served]:
+        """Yields what is served, then each turn: it is being changed, and what is served then.
 
         Raises:
-            EngineError: Nothing is served, or the server stops.
+            EngineError: Nothing is served and nothing on its way, or the server stops.
         """
-        told, tenure = 0, self._current
+        told: Served | None = None
         while True:
-            if told != self._num_served:
-                told = self._num_served
-                yield told, tenure.model
+            if self._is_stopping or not self._is_suspended:
+                _ = self._current
+            now = replace(self._shown, is_changing=self._is_suspended)
+            if told != now:
+                told = now
+                yield now
                 continue
             await self._has_changed.wait()
-            tenure = self._current
 
     @property
     def model(self) -> LoadedModel:
@@ -358,7 +371,7 @@ class Bridge:
 
     def _show(self, tenure: Tenure) -> None:
         self._served, self._is_suspended = tenure, False
-        self._num_served += 1
+        self._shown = Served(self._shown.number + 1, tenure.model.names.model_id)
         self._wake()
 
     def _wake(self) -> None:

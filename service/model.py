@@ -46,11 +46,13 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         wall_clock: Callable[[], float] = time.time,
         *,
         has_slot_folder: bool = False,
+        queue_bytes: int = 0,
     ) -> None:
         self._bridge = bridge
         self._metrics = metrics
         self._swap = swap
         self._has_slot_folder = has_slot_folder
+        self._queue_bytes = queue_bytes
         self._start_time = Timestamp()
         self._start_time.FromNanoseconds(round(wall_clock() * 1e9))
 
@@ -76,6 +78,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         assert snapshot is not None
         info = _info(model, snapshot)
         info.start_time.CopyFrom(self._start_time)
+        info.queue_limit_bytes = self._queue_bytes
         info.features.slot_files = self._has_slot_folder
         info.features.model_loading = self._swap.is_possible
         return InfoResponse(info=info)
@@ -91,14 +94,16 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def WatchModel(
         self, request: WatchRequest, context: grpc.aio.ServicerContext[WatchRequest, WatchResponse]
     ) -> AsyncIterator[WatchResponse]:
-        """Tells which model is served, now and whenever it is another.
+        """Tells which model is served, now and whenever it is another or about to be.
 
         Raises:
             EngineError: There is none yet, or the server stops.
         """
         async with aclosing(self._bridge.tenures()) as tenures:
-            async for number, model in tenures:
-                yield WatchResponse(tenure=number, model_id=model.names.model_id)
+            async for now in tenures:
+                yield WatchResponse(
+                    tenure=now.number, model_id=now.model_id, changing=now.is_changing
+                )
 
     async def LoadModel(
         self, request: LoadRequest, context: grpc.aio.ServicerContext[LoadRequest, LoadResponse]

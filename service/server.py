@@ -298,7 +298,14 @@ class Server:
         )
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(bridge), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelServicer(bridge, self._metrics, self._swap, has_slot_folder=has_folder), server
+            ModelServicer(
+                bridge,
+                self._metrics,
+                self._swap,
+                has_slot_folder=has_folder,
+                queue_bytes=self._options.engine.queue_bytes,
+            ),
+            server,
         )
         slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(bridge, self._metrics), server)
         lora_pb2_grpc.add_LoraServiceServicer_to_server(

@@ -395,13 +395,24 @@ async def test_who_watches_is_told_of_every_model(loader: FakeLoader) -> None:
         first = await told.read()
         await load(it)
         second = await told.read()
-        await load(it, OLD, replace_first=True)
+        loader.gate = threading.Event()
+        changing = asyncio.create_task(load(it, OLD, replace_first=True))
         third = await told.read()
-        assert [(one.tenure, one.model_id) for one in (first, second, third)] == [
-            (1, OLD),
-            (2, NEW),
-            (3, OLD),
+        # Who comes while nothing is served is told so too.
+        late = it.model.WatchModel(model_pb2.WatchModelRequest())
+        assert await late.read() == third
+        loader.gate.set()
+        await changing
+        fourth = await told.read()
+        assert [
+            (one.tenure, one.model_id, one.changing) for one in (first, second, third, fourth)
+        ] == [
+            (1, OLD, False),
+            (2, NEW, False),
+            (2, NEW, True),
+            (3, OLD, False),
         ]
+        assert await late.read() == fourth
 
 
 async def test_twenty_changes_leave_no_thread_and_no_count_behind(loader: FakeLoader) -> None:

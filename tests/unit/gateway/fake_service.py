@@ -195,7 +195,9 @@ class FakeService(
         # What LoadModel was asked and answers, and the models that a watcher is told of.
         self.loads: list[model_pb2.LoadModelRequest] = []
         self.loading: list[model_pb2.LoadModelResponse] = []
-        self.tenures: asyncio.Queue[str] | None = None
+        # What watchers of the model are told, from the last one on; None knows no such call.
+        self.tenures: list[model_pb2.WatchModelResponse] | None = None
+        self._has_tenure = asyncio.Condition()
         self.adapters: list[lora_pb2.Adapter] = []
         self.scales: list[lora_pb2.SetAdapterScalesRequest] = []
         # The calls of TokenizationService as they come; a service that stops refuses them.
@@ -357,12 +359,23 @@ class FakeService(
         self, request: Any, context: Any
     ) -> AsyncIterator[model_pb2.WatchModelResponse]:
         del request
-        tenures = self.tenures
-        if tenures is None:
+        if self.tenures is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED)
             return
+        told = max(0, len(self.tenures) - 1)
         while True:
-            yield model_pb2.WatchModelResponse(model_id=await tenures.get())
+            while told < len(self.tenures):
+                yield self.tenures[told]
+                told += 1
+            async with self._has_tenure:
+                await self._has_tenure.wait()
+
+    async def tell_tenure(self, model_id: str, *, changing: bool = False) -> None:
+        """Tells all watchers of the model."""
+        assert self.tenures is not None
+        self.tenures.append(model_pb2.WatchModelResponse(model_id=model_id, changing=changing))
+        async with self._has_tenure:
+            self._has_tenure.notify_all()
 
     async def ListSlots(self, request: Any, context: Any) -> slot_pb2.ListSlotsResponse:
         del request, context
@@ -482,6 +495,7 @@ def _info() -> model_pb2.ServerInfo:
         num_slots=2,
         slot_context_tokens=CONTEXT_TOKENS,
         queue_limit=256,
+        queue_limit_bytes=64 << 20,
         defaults=generation_pb2.GenerationSettings(sampling=sampling, cache_prompt=True),
         features=model_pb2.Features(generation=True, slot_files=True),
         device="cpu",

@@ -99,18 +99,13 @@ async def test_a_refusal_names_its_reason(
     assert response.json()["error"]["message"] == "the words"
 
 
-@pytest.fixture
-def watched(service: FakeService) -> asyncio.Queue[str]:
-    service.tenures = asyncio.Queue()
-    return service.tenures
-
-
 async def test_a_model_that_somebody_else_loaded_is_known(
-    watched: asyncio.Queue[str], service: FakeService, serve: Serve
+    service: FakeService, serve: Serve
 ) -> None:
+    service.tenures = []
     async with serve() as client:
         service.model = model_pb2.Model(id="next")
-        watched.put_nowait("next")
+        await service.tell_tenure("next")
         async with asyncio.timeout(30):
             while (await client.get("/v1/models")).json()["data"][0]["id"] != "next":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
