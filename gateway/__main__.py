@@ -26,7 +26,7 @@ from gateway.certificates import Certificates
 from gateway.exposure import exposure_warning
 from gateway.keys import Keys
 from gateway.options import MAX_OPTIONS_BYTES, GatewayOptions, decode_options
-from gateway.protocol import BoundedHttpProtocol
+from gateway.protocol import http_protocol
 from gateway.reload import Reloads
 from gateway.service import connect
 from gateway.tracing import PASSED_ON, Spans
@@ -161,7 +161,7 @@ def _config(
 ) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=http_protocol(options.timeout_s),
         loop="asyncio",
         ws="none",
         lifespan="on",

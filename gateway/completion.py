@@ -119,7 +119,7 @@ async def complete(
     except BaseException:
         await frames.aclose()
         raise
-    return EventStream(frames, params.sse_ping_interval, connection.stall_s, work.headers)
+    return EventStream(frames, params.sse_ping_interval, work.headers)
 
 
 def read_body(body: Mapping[str, Any], facts: Facts) -> tuple[list[Prompt], CompletionParams]:

@@ -24,7 +24,7 @@ class ClientGone(Exception):
 
 
 class Connection:
-    """A request and its client. `stall_s` bounds every wait for the client itself.
+    """A request and its client. `stall_s` bounds every wait for its body.
 
     `body_bytes` is how long the body was, 0 until it is read.
     """

@@ -7,6 +7,7 @@ do, and Starlette and uvicorn write every name in lower case.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 _INTERIM = b"HTTP/1.1 1"
 
@@ -14,10 +15,11 @@ _INTERIM = b"HTTP/1.1 1"
 class SpellingTransport(asyncio.Transport):
     """Stands before a connection for one answer, whose head uvicorn writes in one piece."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        """Writes to `transport`."""
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        """Writes to `transport`; `close` is how it is closed."""
         super().__init__()
         self._transport = transport
+        self._close = close
         self._is_head_written = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -33,7 +35,7 @@ class SpellingTransport(asyncio.Transport):
 
     def close(self) -> None:
         """Closes the connection."""
-        self._transport.close()
+        self._close()
 
 
 def spell(head: bytes) -> bytes:

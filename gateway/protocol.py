@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 with bounds on what a request may hold, and take, before it can be answered.
 
 The parser itself takes a request line and headers of any length, and waits for them for ever, so a
-client could fill the memory or the table of connections without ever sending a request.
+client could fill the memory or the table of connections without ever sending a request; and it waits
+for ever for one that has stopped reading its answer.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     `head_timeout_s` runs from the connection's start, or a later head's first byte, to the head's
     end. As long may the rest of a body take that nobody reads any more, as its answer is out.
+    `stall_s` is how long a client may leave the connection full, or a closed one's rest unread,
+    before it is cut: to the answer's handler the client has left then.
     """
 
     head_timeout_s = 30.0
+    stall_s = 3600.0
 
     # What the parser made of this request's line and headers, trailers too; and what has come since
     # it last made something of it, all of which it may be keeping.
@@ -38,6 +42,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _is_in_head = True
     _num_unanswered = 0
     _limit: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # as uvicorn's own
         """Begins the time of the first head."""
@@ -51,6 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         was reset would stay in memory until then.
         """
         self._end_limit()
+        self._end_stall()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -91,7 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_limit()
         super().on_headers_complete()
         # The answer's task has been made but has not run.
-        self.cycle.transport = SpellingTransport(self.transport)
+        self.cycle.transport = SpellingTransport(self.transport, self._close)
 
     def on_body(self, body: bytes) -> None:
         """Whoever reads the body bounds it."""
@@ -113,15 +119,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._begin_limit()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        """The client reads more slowly than its answer comes, or no more."""
+        super().pause_writing()
+        self._begin_stall()
+
+    def resume_writing(self) -> None:
+        """The client has read; of a connection that is closed the rest has its time anew."""
+        super().resume_writing()
+        self._end_stall()
+        if self.transport.is_closing():
+            self._begin_stall()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes a connection that nothing more was asked on."""
+        self._close()
+
     def send_400_response(self, msg: str) -> None:
         """Answers once, and never into the middle of another answer."""
         if self.transport.is_closing():
             # The parser complains once more of what was refused.
             return
         if self._num_unanswered > 1 or (self._num_unanswered and self.cycle.response_started):
-            self.transport.close()
+            self._close()
             return
         super().send_400_response(msg)
+        self._begin_stall()
 
     def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
@@ -151,4 +174,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._is_in_head and self._parsed_bytes + self._quiet_bytes:
             self.transport.write(_TOO_LATE)
+        self._close()
+
+    def _close(self) -> None:
+        """Closes once the client has read what is still to be sent, which it may never do."""
         self.transport.close()
+        self._begin_stall()
+
+    def _begin_stall(self) -> None:
+        # One that is lost already would be kept until its time is up.
+        if self._stall is None and self in self.connections:
+            self._stall = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+
+def http_protocol(stall_s: float) -> type[BoundedHttpProtocol]:
+    """The protocol with its time for clients that do not read; uvicorn makes one a connection."""
+    return type("HttpProtocol", (BoundedHttpProtocol,), {"stall_s": stall_s})

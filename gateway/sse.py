@@ -1,4 +1,4 @@
-"""Server-sent events: framing, pings, and the end of a stream whose client is gone or stuck."""
+"""Server-sent events: framing, pings, and the end of a stream whose client is gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from gateway.peer_json import Json, write
-from gateway.stall import Stall
 
 PING = b":\n\n"
 
@@ -56,12 +55,10 @@ class EventStream:
     """A response that sends events as they come.
 
     `frames` yields ready bytes; closing it must end the work behind it. `ping_s` is the silence after which a comment is sent, 0 or less: never.
-    `stall_s` is how long a client may leave the connection full before it is given up.
     """
 
     frames: AsyncGenerator[bytes, None]
     ping_s: float
-    stall_s: float
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,14 +79,11 @@ class EventStream:
         raw = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         raw += [(key.encode(), value.encode()) for key, value in self.headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        try:
-            async with Stall(self.stall_s) as stall, _Body(send, stall, self.ping_s) as body:
-                # The status goes out now, not with the first event.
-                await body.send(b"")
-                async for data in self.frames:
-                    await body.send(data)
-        except TimeoutError:
-            return
+        async with _Body(send, self.ping_s) as body:
+            # The status goes out now, not with the first event.
+            await body.send(b"")
+            async for data in self.frames:
+                await body.send(data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -100,9 +94,8 @@ class _Body:
     event with a timeout would cost more than sending it.
     """
 
-    def __init__(self, send: Send, stall: Stall, ping_s: float) -> None:
+    def __init__(self, send: Send, ping_s: float) -> None:
         self._send = send
-        self._stall = stall
         self._ping_s = ping_s
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
@@ -122,14 +115,7 @@ class _Body:
             self._pinging.result()
 
     async def send(self, data: bytes) -> None:
-        """Sends a piece.
-
-        Raises:
-            TimeoutError: The client left the connection full for too long.
-        """
-        await self._stall.wait(self._put(data))
-
-    async def _put(self, data: bytes) -> None:
+        """Sends a piece."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._sent_s = self._loop.time()
 
@@ -137,7 +123,7 @@ class _Body:
         while True:
             due_s = self._sent_s + self._ping_s
             if self._loop.time() >= due_s:
-                await self._put(PING)
+                await self.send(PING)
             else:
                 await asyncio.sleep(due_s - self._loop.time())
 

@@ -1,7 +1,6 @@
 """A bound on each of many waits for a reader, with one timer for all of them.
 
-A timeout of its own costs a token more than writing it does. Knows no message and no transport;
-the gateway, which imports nothing from here, has the same.
+A timeout of its own costs a token more than writing it does. Knows no message and no transport.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import uvicorn
 from gateway.app import make_app
 from gateway.keys import Keys
 from gateway.options import GatewayOptions
-from gateway.protocol import BoundedHttpProtocol
+from gateway.protocol import http_protocol
 from gateway.reload import Reloads
 from gateway.service import connect
 from gateway.tracing import PASSED_ON, Spans
@@ -38,15 +38,22 @@ async def serving(
     spans: Spans = PASSED_ON,
     keys: Keys | None = None,
     reloads: Reloads | None = None,
+    send_buffer_bytes: int | None = None,
     **options: object,
 ) -> AsyncGenerator[httpx.AsyncClient]:
-    """A gateway on a free port in front of the service at `address`."""
+    """A gateway on a free port in front of the service at `address`.
+
+    `send_buffer_bytes` is how much the system takes of an answer that nobody reads; by itself it
+    takes some megabytes.
+    """
     told = GatewayOptions(service=address, **options)  # pyright: ignore[reportArgumentType] # tests name options freely
     service = connect(told)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     config = uvicorn.Config(
         make_app(told, service, keys=keys, reloads=reloads, spans=spans),
-        http=BoundedHttpProtocol,
+        http=http_protocol(told.timeout_s),
         loop="asyncio",
         ws="none",
         log_config=None,

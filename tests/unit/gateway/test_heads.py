@@ -74,7 +74,7 @@ async def dial(client: httpx.AsyncClient) -> AsyncIterator[Dial]:
 
 @pytest.fixture
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.2)
+    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 1.0)
 
 
 @pytest.mark.usefixtures("_short")

@@ -1,33 +1,25 @@
-"""The bound on waits for a reader, which the service and the gateway have each for themselves."""
+"""The bound on each of many waits for a reader."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeAlias
 
 import pytest
 
-from gateway.stall import Stall as GatewayStall
-from service.stall import Stall as ServiceStall
-
-StallType: TypeAlias = type[GatewayStall] | type[ServiceStall]
-
-both = pytest.mark.parametrize("kind", [GatewayStall, ServiceStall])
+from service.stall import Stall
 
 
-@both
-async def test_a_wait_that_takes_too_long_ends_the_block(kind: StallType):
-    stall = kind(0.01)
+async def test_a_wait_that_takes_too_long_ends_the_block():
+    stall = Stall(0.01)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(30), stall:
             await stall.wait(asyncio.Event().wait())
     assert stall.has_ended
 
 
-@both
-async def test_waits_count_alone_and_what_is_between_them_does_not(kind: StallType):
+async def test_waits_count_alone_and_what_is_between_them_does_not():
     loop, limit_s = asyncio.get_running_loop(), 0.02
-    stall = kind(limit_s)
+    stall = Stall(limit_s)
     async with stall:
         begun_s = loop.time()
         while loop.time() < begun_s + 3 * limit_s:
@@ -36,9 +28,8 @@ async def test_waits_count_alone_and_what_is_between_them_does_not(kind: StallTy
     assert not stall.has_ended
 
 
-@both
-async def test_a_wait_after_many_is_still_cut_off(kind: StallType):
-    stall = kind(0.01)
+async def test_a_wait_after_many_is_still_cut_off():
+    stall = Stall(0.01)
 
     async def later() -> None:
         await asyncio.sleep(0.03)
@@ -50,9 +41,8 @@ async def test_a_wait_after_many_is_still_cut_off(kind: StallType):
     assert stall.has_ended
 
 
-@both
-async def test_another_timeout_is_not_its_own(kind: StallType):
-    stall = kind(30)
+async def test_another_timeout_is_not_its_own():
+    stall = Stall(30)
     with pytest.raises(TimeoutError, match="of somebody else"):
         async with stall:
             raise TimeoutError("of somebody else")
