@@ -19,8 +19,9 @@ from gguf import GGUFValueType
 
 from engine.errors import ModelFileError
 from engine.gguf.header import SCALAR_CODES, Entry, quoted
+from engine.gguf.strings import Strings
 
-Value = int | float | bool | str | npt.NDArray[Any] | tuple[bytes, ...]
+Value = int | float | bool | str | npt.NDArray[Any] | Strings
 
 _INTEGERS = frozenset(
     {
@@ -39,7 +40,7 @@ _MAX_UINT = (1 << 32) - 1
 
 
 class Metadata(Mapping[str, Value]):
-    """Keys to values: numbers, bools, str, numpy arrays, and tuples of bytes for string arrays.
+    """Keys to values: numbers, bools, str, numpy arrays, and `Strings` for string arrays.
 
     Strings of arrays stay bytes, because a vocabulary may hold pieces that are not UTF-8.
     """
@@ -157,7 +158,7 @@ class Metadata(Mapping[str, Value]):
             raise self.error(key, f"is {_describe(entry)}, expected an array of numbers")
         return self._numbers(entry)
 
-    def get_strings(self, key: str) -> tuple[bytes, ...]:
+    def get_strings(self, key: str) -> Strings:
         """Returns an array of strings, undecoded.
 
         Raises:
@@ -209,15 +210,16 @@ class Metadata(Mapping[str, Value]):
             return np.frombuffer(data, np.uint8) != 0
         return np.frombuffer(data, np.dtype(code))
 
-    def _strings(self, entry: Entry) -> tuple[bytes, ...]:
+    def _strings(self, entry: Entry) -> Strings:
+        return Strings(self._each_string(entry))
+
+    def _each_string(self, entry: Entry) -> Iterator[bytes]:
         buffer, unpack = self._buffer, struct.Struct("<Q").unpack_from
         start = entry.start
-        strings: list[bytes] = []
         for _ in range(entry.count):
             end = start + 8 + unpack(buffer, start)[0]
-            strings.append(buffer[start + 8 : end])
+            yield buffer[start + 8 : end]
             start = end
-        return tuple(strings)
 
 
 def _is_string(entry: Entry) -> bool:

@@ -8,7 +8,7 @@ Source: the GGUF specification (tokenizer.ggml.*) and the keys that llama.cpp re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.gguf.metadata import Metadata
+from engine.gguf.strings import Strings
 
 _GGML = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -69,10 +70,10 @@ class Vocab:
 
     model: str
     pre: str | None
-    tokens: tuple[bytes, ...]
+    tokens: Sequence[bytes]
     scores: npt.NDArray[np.float32] | None = None
     token_types: npt.NDArray[np.int32] | None = None
-    merges: tuple[bytes, ...] = ()
+    merges: Sequence[bytes] = ()
     precompiled_charsmap: bytes | None = None
     suppress_tokens: tuple[int, ...] = ()
     token_type_count: int | None = None
@@ -140,7 +141,7 @@ def _optional_uint(metadata: Metadata, key: str) -> int | None:
     return metadata.get_uint(key) if key in metadata else None
 
 
-def _read_tokens(metadata: Metadata) -> tuple[bytes, ...]:
+def _read_tokens(metadata: Metadata) -> Strings:
     key = _GGML + "tokens"
     tokens = metadata.get_strings(key)
     if not tokens:

@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from engine.errors import InvalidField
 from engine.text.pieces import byte_characters
 from engine.text.pretokenizers import PreTokenizer
+from engine.text.token_table import TokenTable
 
 _PART_CHARS = 128 << 10
 _NEWLINES = re.compile("(\n+)")
@@ -29,17 +30,19 @@ class BpeEncoder:
     """Plain text to ids. Immutable after construction, so threads may share it."""
 
     def __init__(
-        self, ids: Mapping[str, int], merges: Sequence[str], pre_tokenizer: PreTokenizer
+        self, table: TokenTable, merges: Sequence[str], pre_tokenizer: PreTokenizer
     ) -> None:
-        self._ids = ids
+        self._ids = table.ids
         self._pre_tokenizer = pre_tokenizer
         self._breaks = re.compile(pre_tokenizer.breaks) if pre_tokenizer.breaks else None
         pairs = _parse_merges(merges)
-        phantoms = _phantom_texts(ids, pairs, byte_level=pre_tokenizer.byte_level)
-        vocab = {**ids, **{text: len(ids) + rank for rank, text in enumerate(phantoms)}}
+        vocab = dict(zip(table.texts, range(len(table)), strict=True))
+        phantoms = _phantom_texts(vocab, pairs, byte_level=pre_tokenizer.byte_level)
         self._spellings = {
-            vocab[text]: _spell(text, ids, byte_level=pre_tokenizer.byte_level) for text in phantoms
+            len(table) + rank: _spell(text, vocab, byte_level=pre_tokenizer.byte_level)
+            for rank, text in enumerate(phantoms)
         }
+        vocab.update((text, len(table) + rank) for rank, text in enumerate(phantoms))
         self._tokenizer = Tokenizer(
             BPE(
                 vocab,

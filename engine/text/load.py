@@ -83,7 +83,7 @@ def _load_bpe(vocab: Vocab, model_name: str, architecture: str) -> Tokenizer:
         TokenizerKind.BPE,
         table,
         build_pieces(table, byte_level=not pre_tokenizer.escapes_spaces),
-        BpeEncoder(table.ids, merges, pre_tokenizer),
+        BpeEncoder(table, merges, pre_tokenizer),
         first=_required(table.special.bos, "bos") if adds_bos else None,
         last=_required(table.special.eos, "eos") if vocab.add_eos else None,
         add_space_prefix=False,
@@ -134,9 +134,9 @@ def _table(vocab: Vocab, default: SpecialIds, model_name: str, architecture: str
         strip_left = "[MASK]"
     strip_right = strip_left is None and ("phi-3" in model_name or "phi3" in model_name)
     return build_token_table(
-        [token.decode("utf-8", "surrogateescape") for token in vocab.tokens],
-        scores=None if vocab.scores is None else vocab.scores.tolist(),
-        types=None if vocab.token_types is None else vocab.token_types.tolist(),
+        vocab.tokens,
+        scores=vocab.scores,
+        types=vocab.token_types,
         special=_special_ids(vocab, default),
         strip_right=strip_right,
         strip_left=strip_left,

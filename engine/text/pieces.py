@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.gguf.strings import Strings
 from engine.text.token_table import BYTE, HIDDEN, NORMAL, USER_DEFINED, TokenTable
 
 _WORD_START = "\u2581"
@@ -20,7 +21,7 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def build_pieces(table: TokenTable, *, byte_level: bool) -> list[bytes]:
+def build_pieces(table: TokenTable, *, byte_level: bool) -> Strings:
     """Returns the bytes of every token, special tokens included.
 
     Special and user-defined tokens print as they are spelt, normal ones with their spaces or
@@ -29,10 +30,10 @@ def build_pieces(table: TokenTable, *, byte_level: bool) -> list[bytes]:
     Source: llama.cpp `llama_vocab::impl::token_to_piece`.
     """
     restore = _byte_decoder() if byte_level else _restore_spaces
-    return [
+    return Strings(
         _piece(text, attribute, restore)
         for text, attribute in zip(table.texts, table.attributes, strict=True)
-    ]
+    )
 
 
 def _piece(text: str, attribute: int, restore: Callable[[str], bytes]) -> bytes:

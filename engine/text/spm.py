@@ -7,7 +7,6 @@ User-defined runs of spaces are stored with literal spaces, so escaped text neve
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -20,8 +19,9 @@ _WORD_START = "\u2581"
 
 # Field numbers and values of sentencepiece_model.proto, as encoded tags (number << 3 | wire type).
 _MODEL_PIECES, _MODEL_TRAINER, _MODEL_NORMALIZER = 0x0A, 0x12, 0x1A
-_PIECE_TEXT, _PIECE_SCORE, _PIECE_TYPE = 0x0A, 0x15, 0x18
-_TYPE_UNKNOWN, _TYPE_BYTE = 2, 6
+_PIECE_TEXT, _PIECE_SCORE = 0x0A, b"\x15"
+_UNKNOWN_MARK, _BYTE_MARK = b"\x18\x02", b"\x18\x06"
+_NO_SCORE = bytes(4)
 _TRAINER_MODEL_TYPE, _MODEL_TYPE_BPE = b"\x18", 2
 _TRAINER_BYTE_FALLBACK = b"\x98\x02"
 _NORMALIZER_NAME = 0x0A
@@ -79,20 +79,22 @@ def _model(table: TokenTable, missing_bytes: Sequence[int]) -> bytes:
 
     The unknown piece that the format demands comes last, so ids are kept.
     """
-    byte_texts = {_byte_text(byte) for byte in range(256)}
-    parts = [
-        _piece(text, score, _TYPE_BYTE if text in byte_texts else None)
-        for text, score in zip(table.texts, table.scores, strict=True)
-    ]
-    parts += [_piece(_byte_text(byte), 0.0, _TYPE_BYTE) for byte in missing_bytes]
-    parts.append(_piece(_unused_text(table.ids), 0.0, _TYPE_UNKNOWN))
+    byte_texts = {_byte_text(byte).encode() for byte in range(256)}
+    model = bytearray()
+    scores = table.scores.astype("<f4").tobytes()
+    for number, text in enumerate(table.texts.spelt):
+        score = scores[4 * number : 4 * number + 4]
+        model += _piece(text, score, _BYTE_MARK if text in byte_texts else b"")
+    for byte in missing_bytes:
+        model += _piece(_byte_text(byte).encode(), _NO_SCORE, _BYTE_MARK)
+    model += _piece(_unused_text(table.ids).encode(), _NO_SCORE, _UNKNOWN_MARK)
     trainer = _TRAINER_MODEL_TYPE + _varint(_MODEL_TYPE_BPE)
     trainer += _TRAINER_BYTE_FALLBACK + _varint(True)
-    parts.append(_field(_MODEL_TRAINER, trainer))
+    model += _field(_MODEL_TRAINER, trainer)
     normalizer = _field(_NORMALIZER_NAME, b"identity")
     normalizer += b"".join(flag + _varint(False) for flag in _NORMALIZER_FLAGS)
-    parts.append(_field(_MODEL_NORMALIZER, normalizer))
-    return b"".join(parts)
+    model += _field(_MODEL_NORMALIZER, normalizer)
+    return bytes(model)
 
 
 def _unused_text(ids: Mapping[str, int]) -> str:
@@ -102,16 +104,16 @@ def _unused_text(ids: Mapping[str, int]) -> str:
     return text
 
 
-def _piece(text: str, score: float, piece_type: int | None) -> bytes:
-    body = _field(_PIECE_TEXT, text.encode("utf-8", "surrogateescape"))
-    body += struct.pack("<Bf", _PIECE_SCORE, score)
-    if piece_type is not None:
-        body += bytes([_PIECE_TYPE, piece_type])
-    return _field(_MODEL_PIECES, body)
+def _piece(text: bytes, score: bytes, mark: bytes) -> bytes:
+    """`score` is a little-endian float32, `mark` the field of the type; none for a normal piece."""
+    return _field(_MODEL_PIECES, _field(_PIECE_TEXT, text) + _PIECE_SCORE + score + mark)
 
 
 def _field(tag: int, payload: bytes) -> bytes:
-    return bytes([tag]) + _varint(len(payload)) + payload
+    length = len(payload)
+    if length > 0x7F:
+        return bytes((tag,)) + _varint(length) + payload
+    return bytes((tag, length)) + payload  # nearly every piece of a vocabulary
 
 
 def _varint(value: int) -> bytes:

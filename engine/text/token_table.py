@@ -6,10 +6,15 @@ Knows no encoder and no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.errors import ModelFileError
+from engine.text.token_ids import TokenIds
+from engine.text.token_texts import TokenTexts
 
 # Attribute bits. A token usually has one of the first six; `mark_control` adds CONTROL to others.
 UNKNOWN = 1
@@ -120,11 +125,14 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """One row per token id. `attributes` holds the bits above; nothing here is ever changed."""
+    """One row per token id. `attributes` holds the bits above; nothing here is ever changed.
 
-    texts: Sequence[str]
-    ids: Mapping[str, int]
-    scores: Sequence[float]
+    `scores` is float32 [tokens].
+    """
+
+    texts: TokenTexts
+    ids: TokenIds
+    scores: npt.NDArray[np.float32]
     attributes: bytes
     special: SpecialIds
     eog_tokens: frozenset[int]
@@ -138,10 +146,10 @@ class TokenTable:
 
 
 def build_token_table(
-    tokens: Sequence[str],
+    tokens: Sequence[bytes],
     *,
-    scores: Sequence[float] | None,
-    types: Sequence[int] | None,
+    scores: Sequence[float] | npt.NDArray[np.float32] | None,
+    types: Sequence[int] | npt.NDArray[np.int32] | None,
     special: SpecialIds,
     strip_right: bool,
     strip_left: str | None,
@@ -158,8 +166,8 @@ def build_token_table(
     """
     _check_length("scores", scores, len(tokens))
     _check_length("token_type", types, len(tokens))
-    texts = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
-    ids = {text: token_id for token_id, text in enumerate(texts)}
+    texts = TokenTexts(tokens)
+    ids = TokenIds(texts)
     if len(ids) != len(texts):
         _refuse_duplicate(texts)
     attributes = _attributes(types, len(texts))
@@ -172,14 +180,16 @@ def build_token_table(
     return TokenTable(
         texts=texts,
         ids=ids,
-        scores=[0.0] * len(texts) if scores is None else scores,
+        scores=np.zeros(len(texts), np.float32)
+        if scores is None
+        else np.asarray(scores, np.float32)[: len(texts)],
         attributes=bytes(attributes),
         special=special,
         eog_tokens=eog_tokens,
     )
 
 
-def _check_length(name: str, values: Sequence[object] | None, num_tokens: int) -> None:
+def _check_length(name: str, values: Sized | None, num_tokens: int) -> None:
     if values is not None and len(values) < num_tokens:
         raise ModelFileError(
             f"tokenizer.ggml.{name}", f"{len(values)} entries for {num_tokens} tokens"
@@ -196,10 +206,14 @@ def _refuse_duplicate(texts: Iterable[str]) -> None:
             )
 
 
-def _attributes(types: Sequence[int] | None, num_tokens: int) -> bytearray:
+def _attributes(types: Sequence[int] | npt.NDArray[np.int32] | None, num_tokens: int) -> bytearray:
     if types is None:
         return bytearray([NORMAL]) * num_tokens
-    return bytearray(_ATTR_OF_TYPE.get(types[token_id], 0) for token_id in range(num_tokens))
+    kinds = np.asarray(types)[:num_tokens]
+    attributes = np.zeros(num_tokens, np.uint8)
+    for kind, attribute in _ATTR_OF_TYPE.items():
+        attributes[kinds == kind] = attribute
+    return bytearray(attributes.tobytes())
 
 
 def _detect_special(
@@ -218,7 +232,7 @@ def _detect_special(
 
 
 def _end_tokens(
-    special: SpecialIds, ids: Mapping[str, int], texts: Sequence[str], attributes: bytearray
+    special: SpecialIds, ids: Mapping[str, int], texts: TokenTexts, attributes: bytearray
 ) -> frozenset[int]:
     for token_id, attribute in enumerate(attributes):
         if attribute & CONTROL and "unused" in texts[token_id]:

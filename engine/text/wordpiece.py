@@ -44,7 +44,7 @@ class WordPieceEncoder:
         self._unknown = table.special.unk
         self._lowercase = lowercase
         self._strip_accents = strip_accents
-        self._ids = {_bytes(text): token_id for text, token_id in table.ids.items()}
+        self._ids = {spelt: token_id for token_id, spelt in enumerate(table.texts.spelt)}
         self._longest = max(map(len, self._ids))
 
     def encode(self, text: str) -> list[int]:

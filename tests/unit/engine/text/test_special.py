@@ -15,7 +15,7 @@ def table_of(
     rows: Sequence[tuple[str, int]], *, strip_right: bool = False, strip_left: str | None = None
 ) -> TokenTable:
     return build_token_table(
-        [text for text, _ in rows],
+        [text.encode("utf-8", "surrogateescape") for text, _ in rows],
         scores=None,
         types=[kind for _, kind in rows],
         special=SpecialIds(),

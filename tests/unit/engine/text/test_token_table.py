@@ -13,7 +13,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 def table_of(rows: Sequence[tuple[str, int]], special: SpecialIds | None = None) -> TokenTable:
     return build_token_table(
-        [text for text, _ in rows],
+        [text.encode() for text, _ in rows],
         scores=None,
         types=[kind for _, kind in rows],
         special=special or SpecialIds(),
@@ -89,7 +89,7 @@ def test_arrays_that_are_too_short_are_refused(name: str) -> None:
     arrays: dict[str, Sequence[float] | None] = {"scores": None, "types": None, name: [1]}
     with pytest.raises(ModelFileError, match="1 entries for 2 tokens"):
         build_token_table(
-            ["a", "b"],
+            [b"a", b"b"],
             scores=arrays["scores"],
             types=arrays["types"],  # pyright: ignore[reportArgumentType] both hold ints here
             special=SpecialIds(),
