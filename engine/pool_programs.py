@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -167,7 +168,7 @@ class PoolPrograms:
             work += self.state_io.compilations(states)
         work += [partial(self.moves.compile, pages)] if self.moves else []
         with ThreadPoolExecutor(workers) as pool:
-            compiling = [pool.submit(one) for one in work]
+            compiling = [pool.submit(copy_context().run, one) for one in work]
             for done, compiled in enumerate(compiling, 1):
                 compiled.result()
                 if progress:

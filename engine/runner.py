@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.adapters.content import AdapterContent
+from engine.compile_counter import CompileCounter
 from engine.memory.heap import forget_programs
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
@@ -46,8 +47,6 @@ from engine.step import (
 )
 from engine.text_programs import TextPrograms
 from engine.types import PoolKind
-
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,6 @@ class DeviceStep:
     results: Callable[[], list[RowLogits | None]]
 
 
-class _CompileCounter:
-    """Counts the process's compiles. It knows no runner, or jax's list would keep models alive."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def __call__(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _COMPILE_EVENT:
-            self.total += 1
-
-
 class JaxRunner:
     """Runs steps of one model. Owned by the engine thread once `warm_up` has returned."""
 
@@ -140,7 +128,7 @@ class JaxRunner:
                 spec, weights, max_texts=config.max_rows, max_tokens=config.max_chunk
             )
         self._hidden: list[FloatArray] = []
-        self._compiles = _CompileCounter()
+        self._compiles = CompileCounter()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         self._stop_counting = weakref.finalize(
             self, jax.monitoring.unregister_event_duration_listener, self._compiles
@@ -163,7 +151,7 @@ class JaxRunner:
 
     @property
     def compiles(self) -> int:
-        """Programs compiled in this process since this runner was made."""
+        """Programs compiled for this runner; see `CompileCounter`."""
         return self._compiles.total
 
     def close(self) -> None:
@@ -176,13 +164,14 @@ class JaxRunner:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, workers: int = 2) -> None:
         """Compiles every program and runs the small ones once; see `PoolPrograms.compile`."""
-        for compilation in self._banks.compilations() if self._banks else []:
-            compilation()
-        if self._texts:
-            self._texts.compile(progress)
-        self._programs.compile(None if self._texts else progress, workers)
-        self._programs.compile_empty()
-        self.warm()
+        with self._compiles.claiming():
+            for compilation in self._banks.compilations() if self._banks else []:
+                compilation()
+            if self._texts:
+                self._texts.compile(progress)
+            self._programs.compile(None if self._texts else progress, workers)
+            self._programs.compile_empty()
+            self.warm()
 
     # Other sizes; see `engine.step.Resizable`.
 

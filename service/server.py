@@ -39,7 +39,7 @@ from engine.errors import EngineError
 from engine.rebuild import RebuildState
 from engine.slots.store import SlotStore
 from engine.types import EventSink
-from service.autosave import Autosave
+from service.autosave import Autosaves
 from service.bridge import Bridge, BridgeHooks
 from service.certificates import ServerCertificates
 from service.disk_metrics import SlotDiskCollector
@@ -123,7 +123,14 @@ class Server:
             BridgeHooks(on_cancelled=self._metrics.count_cancelled, on_fault=self._on_fault),
             self.waiting_room,
         )
-        hooks = SwapHooks(self._set_ready, self._on_served, self._on_gone, self._report_death)
+        self._autosaves = Autosaves()
+        hooks = SwapHooks(
+            self._set_ready,
+            self._on_served,
+            self._autosaves.leave,
+            self._on_gone,
+            self._report_death,
+        )
         self._swap = ModelSwap(
             self._bridge,
             self._metrics,
@@ -146,7 +153,6 @@ class Server:
         )
         self._closing = ExitStack()
         self._store: SlotStore | None = None
-        self._autosave: Autosave | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.port: int | None = None
         self.metrics_port: int | None = None
@@ -177,8 +183,6 @@ class Server:
         model = await self._bridge.load(load_model)
         await self._sweep(model.slot_store)
         self._open_store(model)
-        if self._autosave is not None:
-            self._spawn(self._autosave.restore())
         self._watch()
         await self._set_ready(True)
 
@@ -191,18 +195,17 @@ class Server:
         self._metrics.set_ready(False)
         await self._swap.stop()
         grace_s = max(0.0, timeout_s - _FLUSH_S)
-        if self._autosave is None:
-            await self._bridge.stop(grace_s)
-        else:
-            saves = self._autosave.begin()
-            await self._bridge.stop(grace_s, save_s=grace_s * _SAVE_SHARE)
-            await self._autosave.end(saves)
+        saves = self._autosaves.begin()
+        await self._bridge.stop(grace_s, save_s=grace_s * _SAVE_SHARE if saves else 0.0)
+        for autosave, begun in saves:
+            await autosave.end(begun)
         await self._grpc.stop(min(timeout_s, _FLUSH_S))
         await self._calls.ended(_FLUSH_S)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._close_store()
+        if self._store is not None:
+            self._store.identity.stop()
         self._closing.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
@@ -227,11 +230,13 @@ class Server:
 
     def _on_gone(self, model: LoadedModel) -> None:
         """A model has ended; the one after it has opened its own store already, or will."""
-        if model.slot_store is None:
+        store = model.slot_store
+        if store is None:
             return
-        model.slot_store.identity.stop()
-        if model.slot_store is self._store:
-            self._store = self._autosave = None
+        store.identity.stop()
+        self._autosaves.remove(store)
+        if store is self._store:
+            self._store = None
 
     async def _set_ready(self, is_ready: bool) -> None:
         self._metrics.set_ready(is_ready)
@@ -250,17 +255,13 @@ class Server:
                 _LOG.info("%d files of saves that were cut off are removed", num_swept)
 
     def _open_store(self, model: LoadedModel) -> None:
-        """Begins to hash the model, by which its slot files are known."""
+        """Begins to hash the model, by which its slot files are known, and restores its slots."""
         self._store = store = model.slot_store
         if store is None:
             return
         store.identity.start()
         if self._options.slot_autosave:
-            self._autosave = Autosave(model.engine, store)
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.identity.stop()
+            self._spawn(self._autosaves.add(model.engine, store).restore())
 
     def _on_fault(self, fault: BaseException) -> None:
         """The engine is gone for good: neither ready nor alive, so that a supervisor restarts."""

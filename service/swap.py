@@ -68,10 +68,14 @@ class Swapped:
 
 @dataclass(frozen=True)
 class SwapHooks:
-    """What the server does at each turn: readiness, the new model's figures, the end of service."""
+    """What the server does at each turn: readiness, the new model's figures, the end of service.
+
+    `on_leaving` is of a model that no call uses any more, whose engine still runs.
+    """
 
     set_ready: Callable[[bool], Awaitable[None]]
     on_served: Callable[[LoadedModel], Awaitable[None]]
+    on_leaving: Callable[[LoadedModel], Awaitable[None]]
     on_gone: Callable[[LoadedModel], None]
     on_lost: Callable[[], Awaitable[None]]
 
@@ -251,6 +255,8 @@ class ModelSwap:
 
     async def _retire(self, loader: ModelLoader, tenure: Tenure) -> None:
         """Lets a model go once no call uses it; whoever holds the tenure holds no memory of it."""
+        await tenure.unused()
+        await self._hooks.on_leaving(tenure.model)
         await self._bridge.retire(tenure)
         model = tenure.end()
         self._hooks.on_gone(model)

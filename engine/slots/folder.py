@@ -26,7 +26,7 @@ from engine.slots.errors import DiskFull, SlotFileCorrupt, SlotFileNotFound, Slo
 
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
 # Of the server's own saves: clients cannot give such a name, and lists do not show it.
-_OWN_NAME = re.compile(r"\.autosave-([0-9]{1,6})")
+_OWN_NAME = re.compile(r"\.autosave-([0-9]{1,6})-([0-9a-f]{16})")
 _TEMPORARY = re.compile(r"\.saving-[0-9a-f]{32}")
 _TENANT = re.compile(r"\.tenant-[0-9a-f]+")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -185,15 +185,25 @@ class SlotFolder:
             return []  # a tenant that has saved nothing has no folder yet
         return [file for file in found if file is not None]
 
-    def list_own(self) -> dict[int, str]:
-        """Returns the server's own saves by slot id.
+    def list_own(self, fingerprint: str) -> dict[int, str]:
+        """Returns the server's own saves of a model by slot id.
 
         Raises:
             SlotIo: The folder cannot be read.
         """
         with _translated(""), self._opened() as folder:
             matches = (_OWN_NAME.fullmatch(name) for name in sorted(os.listdir(folder)))
-            return {int(match[1]): match[0] for match in matches if match}
+            mark = _mark(fingerprint)
+            return {int(match[1]): match[0] for match in matches if match and match[2] == mark}
+
+    def has_own(self) -> bool:
+        """Whether the server saved anything of its own here, of whatever model.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        with _translated(""), self._opened() as folder:
+            return any(_OWN_NAME.fullmatch(name) for name in os.listdir(folder))
 
     def sweep(self) -> int:
         """Removes what dead processes left behind, for every tenant; returns how many files.
@@ -264,9 +274,14 @@ def is_name(filename: str) -> bool:
     return _NAME.fullmatch(filename) is not None and ".." not in filename
 
 
-def own_name(slot_id: int) -> str:
-    """The name of the server's own save of a slot."""
-    return f".autosave-{slot_id}"
+def own_name(slot_id: int, fingerprint: str) -> str:
+    """The name of the server's own save of a slot of a model."""
+    return f".autosave-{slot_id}-{_mark(fingerprint)}"
+
+
+def _mark(fingerprint: str) -> str:
+    """Tells models apart in a name; whose state a file really is, its checksum says."""
+    return fingerprint[:16]
 
 
 def check_name(filename: str) -> None:

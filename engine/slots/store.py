@@ -88,23 +88,31 @@ class SlotStore:
 
     def autosave_order(self, slot_id: int, fingerprint: str) -> SaveOrder:
         """What the server's own save of a slot takes; the file knows whose state it is."""
-        return self.save_order(own_name(slot_id), "", fingerprint)
+        return self.save_order(own_name(slot_id, fingerprint), "", fingerprint)
 
-    def autosaved(self) -> dict[int, str]:
-        """Returns the server's own saves by slot id.
+    def has_autosaved(self) -> bool:
+        """Whether the server saved a slot of its own accord, of this model or another.
 
         Raises:
             SlotIo: The folder cannot be read.
         """
-        return SlotFolder(self._root).list_own()
+        return SlotFolder(self._root).has_own()
 
-    def delete_autosave(self, slot_id: int) -> None:
-        """Deletes the server's own save of a slot.
+    def autosaved(self, fingerprint: str) -> dict[int, str]:
+        """Returns the server's own saves of this model by slot id.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        return SlotFolder(self._root).list_own(fingerprint)
+
+    def delete_autosave(self, slot_id: int, fingerprint: str) -> None:
+        """Deletes the server's own save of a slot of this model.
 
         Raises:
             SlotFileNotFound, SlotFileCorrupt, SlotIo: As `SlotFolder.delete`.
         """
-        SlotFolder(self._root).delete(own_name(slot_id))
+        SlotFolder(self._root).delete(own_name(slot_id, fingerprint))
 
     def refuse_early(self, filename: str, tenant: str, *, owns_all: bool = False) -> None:
         """Looks at a file before anything waits for the identity or for a slot.

@@ -280,8 +280,8 @@ CONTEXT = (
         ("--slot-autosave",),
         SWITCH,
         "slot_autosave",
-        "save every idle slot when the server is stopped, within --shutdown-timeout, and restore "
-        "it after the next start; needs --slot-save-path",
+        "save every idle slot when the server is stopped, within --shutdown-timeout, or serves "
+        "another model, and restore it when this one is served again; needs --slot-save-path",
         default=False,
         scope=Scope.SERVICE,
         group=_CONTEXT,

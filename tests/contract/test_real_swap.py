@@ -63,6 +63,11 @@ class Swapping:
         listed = await stub.ListAdapters(lora_pb2.ListAdaptersRequest())
         return [(one.id, one.path, one.scale) for one in listed.adapters]
 
+    async def num_compiled(self) -> int:
+        stub: Any = model_pb2_grpc.ModelServiceStub(self.channel)
+        info = (await stub.GetServerInfo(model_pb2.GetServerInfoRequest())).info
+        return info.counters.compiles
+
     async def served(self) -> str:
         stub: Any = model_pb2_grpc.ModelServiceStub(self.channel)
         return Path((await stub.GetModel(model_pb2.GetModelRequest())).model.path).name
@@ -157,3 +162,14 @@ async def test_twenty_swaps_leave_memory_and_threads_flat(tmp_path: Path) -> Non
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_programs_of_a_model_that_is_loaded_beside_another_count_once(
+    tmp_path: Path,
+) -> None:
+    async with swapping(tmp_path, num_slots=1) as it:
+        first = await it.num_compiled()
+        loaded = await it.load(A)
+        assert loaded.plan.side_by_side
+        # The same programs again: whoever counted them for both would have three times as many.
+        assert first < await it.num_compiled() <= 2 * first

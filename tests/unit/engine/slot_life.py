@@ -314,7 +314,8 @@ class SlotLife:
         for slot, save in zip(slots, saves, strict=True):
             assert save.done.result(0).tokens == slot.held_tokens
         folder = SlotFolder(self._folder.name)
-        assert folder.list_own() == {slot.slot_id: own_name(slot.slot_id) for slot in slots}
+        own = {slot.slot_id: own_name(slot.slot_id, self._fingerprint) for slot in slots}
+        assert folder.list_own(self._fingerprint) == own
         self._folder.cleanup()
         self.seen["autosaved"] += sum(slot.held_tokens > 0 for slot in slots)
 
