@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from kvarts.v1 import common_pb2, generation_pb2
 from starlette.responses import Response
 
-from gateway import end_facts, probabilities
+from gateway import probabilities
 from gateway.connection import Connection, json_response
 from gateway.dialect import Dialect, Outcome, Step
-from gateway.end_facts import EndFacts
 from gateway.errors import ApiError, FieldError, invalid
 from gateway.facts import Facts
 from gateway.off_loop import off_loop
@@ -75,14 +74,20 @@ class _Work:
         vocab_size = self.backend.facts.model.vocab_size
         return self.body_bytes + _PROBABILITY_BYTES * min(self.params.n_probs, vocab_size)
 
-    async def end_facts(self) -> EndFacts:
-        """The calls for what the answers' ends show."""
-        return await end_facts.ask(
+    async def stop_lengths(self) -> Mapping[str, int]:
+        """How many entries of an answer in one piece a stop text takes away."""
+        params = self.params
+        if params.n_probs <= 0 or params.stream:
+            return {}
+        stops = list(dict.fromkeys(params.stop))
+        tokens = await tokenize_all(
             self.backend.service,
-            self.jobs,
+            [Prompt((stop,)) for stop in stops],
             self.backend.metadata,
-            needs_prompt_text=self.dialect.needs_prompt_text,
+            add_special=False,
+            parse_special=False,
         )
+        return dict(zip(stops, map(len, tokens), strict=True))
 
 
 async def complete(
@@ -106,7 +111,9 @@ async def complete(
     """
     size = connection.body_bytes
     prompts, params = await off_loop(lambda: read_body(body, backend.facts), weight=size)
-    jobs = await connection.while_connected(_prepare(backend, body, prompts, params, size, chat))
+    jobs = await connection.while_connected(
+        _prepare(backend, body, prompts, params, size, chat, dialect)
+    )
     work = _Work(backend, jobs, dialect, params, size)
     if not params.stream:
         response = await connection.while_connected(_whole(work))
@@ -147,44 +154,48 @@ async def _prepare(
     params: CompletionParams,
     body_bytes: int,
     chat: common_pb2.ChatPrompt | None,
+    dialect: Dialect,
 ) -> list[Job]:
     service, facts, metadata = backend.service, backend.facts, backend.metadata
     resolved = await resolve(service, facts, params, metadata)
     tokens = await tokenize_all(service, prompts, metadata)
-    return await off_loop(lambda: make_jobs(facts, body, resolved, tokens, chat), weight=body_bytes)
+    shows_prompt = dialect.needs_prompt_text
+    return await off_loop(
+        lambda: make_jobs(facts, body, resolved, tokens, chat, shows_prompt=shows_prompt),
+        weight=body_bytes,
+    )
 
 
 async def _whole(work: _Work) -> Response:
-    async with _beside(work.end_facts()) as asking, work.run() as run:
+    async with _beside(work.stop_lengths()) as asking, work.run() as run:
         # A refusal must not wait for the answers that it makes useless.
-        facts = await asking
+        stop_lengths = await asking
         samples = await run.collect()
     num_chunks = sum(len(sample.chunks) for sample in samples)
 
     def answer() -> Response:
-        return json_response(work.dialect.whole([_outcome(sample, facts) for sample in samples]))
+        return json_response(
+            work.dialect.whole([_outcome(sample, stop_lengths) for sample in samples])
+        )
 
     return await off_loop(answer, weight=work.weight * max(1, num_chunks))
 
 
 async def _frames(work: _Work) -> AsyncGenerator[bytes, None]:
     """Yields b"" once the headers may go, then the bytes of every event."""
-    facts: EndFacts | None = None
+    is_first = True
     async with work.run() as run, contextlib.aclosing(run.events()) as events:
         try:
             async for sample, event in events:
-                is_first = facts is None
-                if facts is None:
-                    # Not before: the calls would be in the way of the one that generates.
-                    facts = await work.end_facts()
-                write = partial(_written, work.dialect, sample, event, facts, is_first=is_first)
+                write = partial(_written, work.dialect, sample, event, is_first=is_first)
                 data = await off_loop(write, weight=work.weight)
                 if is_first:
+                    is_first = False
                     yield b""
                 if data:
                     yield data
         except ApiError as error:
-            if facts is None:
+            if is_first:
                 raise
             yield work.dialect.framing.failure(error.body.to_json())
             return
@@ -203,16 +214,12 @@ async def _beside(work: Coroutine[Any, Any, T]) -> AsyncGenerator[asyncio.Task[T
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _written(
-    dialect: Dialect, sample: Sample, event: Event, facts: EndFacts, *, is_first: bool
-) -> bytes:
-    data = _events_of(dialect, sample, event, facts, is_first=is_first)
+def _written(dialect: Dialect, sample: Sample, event: Event, *, is_first: bool) -> bytes:
+    data = _events_of(dialect, sample, event, is_first=is_first)
     return b"".join(dialect.framing.frame(value) for value in data)
 
 
-def _events_of(
-    dialect: Dialect, sample: Sample, event: Event, facts: EndFacts, *, is_first: bool
-) -> Sequence[Json]:
+def _events_of(dialect: Dialect, sample: Sample, event: Event, *, is_first: bool) -> Sequence[Json]:
     params = sample.job.params
     match event:
         case generation_pb2.Started():
@@ -225,7 +232,7 @@ def _events_of(
         case generation_pb2.Chunk():
             return [] if event.mid_character else dialect.step(_step(sample, event))
         case generation_pb2.Finished():
-            return dialect.end(_end(sample, event, facts))
+            return dialect.end(_end(sample, event))
 
 
 def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
@@ -239,16 +246,17 @@ def _step(sample: Sample, chunk: generation_pb2.Chunk) -> Step:
     return Step(sample, chunk, timings, entry)
 
 
-def _end(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts) -> Outcome:
-    prompt_text = facts.prompt_texts.get(sample.job.prompt, "")
+def _end(sample: Sample, finished: generation_pb2.Finished) -> Outcome:
     deltas = with_ids(finished.chat_deltas)
     # What was sent cannot be cut any more.
     text = finished.unsent_text
     text = text[: max(0, len(text) - finished.indent_cut_chars)]
-    return Outcome(sample, finished, text, (), (), prompt_text, deltas, timings_of(finished))
+    return Outcome(
+        sample, finished, text, (), (), finished.prompt_text, deltas, timings_of(finished)
+    )
 
 
-def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
+def _outcome(sample: Sample, stop_lengths: Mapping[str, int]) -> Outcome:
     finished = sample.finished
     assert finished is not None
     params = sample.job.params
@@ -258,8 +266,8 @@ def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
         finished=finished,
         text=text[: len(text) - finished.indent_cut_chars],
         tokens=[chunk.token_id for chunk in sample.chunks] if params.return_tokens else (),
-        probabilities=_entries(sample, finished, facts),
-        prompt_text=facts.prompt_texts.get(sample.job.prompt, ""),
+        probabilities=_entries(sample, finished, stop_lengths),
+        prompt_text=finished.prompt_text,
         deltas=with_ids(
             delta for event in (*sample.chunks, finished) for delta in event.chat_deltas
         ),
@@ -267,7 +275,9 @@ def _outcome(sample: Sample, facts: EndFacts) -> Outcome:
     )
 
 
-def _entries(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts) -> Sequence[Json]:
+def _entries(
+    sample: Sample, finished: generation_pb2.Finished, stop_lengths: Mapping[str, int]
+) -> Sequence[Json]:
     """One entry per step that did not end inside a character, but for those of a stop text."""
     params = sample.job.params
     if params.n_probs <= 0:
@@ -278,6 +288,6 @@ def _entries(sample: Sample, finished: generation_pb2.Finished, facts: EndFacts)
         if not chunk.mid_character
     ]
     if finished.finish_reason == generation_pb2.FINISH_REASON_STOP:
-        num_cut = facts.stop_lengths[finished.stop_string]
+        num_cut = stop_lengths[finished.stop_string]
         return entries[: max(0, len(entries) - num_cut)]
     return entries

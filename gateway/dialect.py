@@ -54,7 +54,7 @@ class Dialect(Protocol):
 
     @property
     def needs_prompt_text(self) -> bool:
-        """Whether an answer shows the prompt as text, which costs a call."""
+        """Whether an answer shows the prompt as text, which is made for it."""
         ...
 
     @property

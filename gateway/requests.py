@@ -114,9 +114,12 @@ def make_jobs(
     resolved: Resolved,
     prompts: Sequence[tuple[int, ...]],
     chat: common_pb2.ChatPrompt | None = None,
+    *,
+    shows_prompt: bool = False,
 ) -> list[Job]:
     """One job per prompt and sample, in the order of their indexes.
 
+    With `shows_prompt` the end of each brings the prompt's text.
     Where the one prompt is a conversation, that is sent: the service then tells what the answer's
     text adds to its message.
     """
@@ -128,6 +131,7 @@ def make_jobs(
             # Siblings of a pinned sample would only wait for each other.
             pinned = slot_id if sample == 0 else None
             request = _request(facts, job, prompt, pinned)
+            request.return_prompt_text = shows_prompt
             if chat is not None:
                 _ask_for_message(request, job.params, chat)
             jobs.append(Job(len(jobs), prompt, job, request, is_sibling=sample > 0))

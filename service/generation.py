@@ -76,6 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             waited_s = self._clock() - arrived_s
             deadline_s = _deadline(context, model.engine.now_s())
             requests, output = await _read(request, model, deadline_s)
+            prompt_text = ""
             observer = _Observer(record, self._metrics, self._clock, len(requests), waited_s)
             answer = _Answer(record.request_id, output)
             running = self._bridge.events(requests, deadline.cause, model=model)
@@ -86,7 +87,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     if observer.see(sample, event):
                         # A client may drop the call as soon as it has the last message.
                         record.code = "OK"
-                    yield answer.message(sample, event)
+                    message = answer.message(sample, event)
+                    if request.return_prompt_text and isinstance(event, Finished):
+                        prompt_text = prompt_text or await _text_of(requests[0], model)
+                        message.finished.prompt_text = prompt_text
+                    yield message
 
 
 async def _read(
@@ -119,6 +124,12 @@ async def _read(
             replace(one, preserved_tokens=one.preserved_tokens | output.shown) for one in requests
         )
     return requests, output
+
+
+async def _text_of(request: Request, model: LoadedModel) -> str:
+    """The prompt's text; on a thread, since a prompt may be as long as the context."""
+    raw = await asyncio.to_thread(model.tokenizer.prompt_text, request.prompt)
+    return raw.decode("utf-8", "replace")
 
 
 class _Answer:

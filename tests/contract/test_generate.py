@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from kvarts.v1 import common_pb2, generation_pb2, slot_pb2
+from kvarts.v1 import common_pb2, generation_pb2, slot_pb2, tokenization_pb2
 
 from service.defaults import GenerationDefaults
 from tests.contract.serving import (
@@ -137,6 +137,26 @@ async def test_samples_run_side_by_side_with_rising_seeds() -> None:
     assert [started[i].seed for i in range(3)] == [2**32 - 2, 2**32 - 1, 0]
     assert len({s.slot_id for s in started.values()}) == 3
     assert sorted(r.finished.index for r in responses if r.HasField("finished")) == [0, 1, 2]
+
+
+async def test_the_text_of_the_prompt_is_told_when_asked_for() -> None:
+    tokens = TOKENIZER.encode(" a b", add_special=True, parse_special=False)
+    request = GenerateRequest(
+        tokens=common_pb2.TokenIds(ids=tokens),
+        num_samples=2,
+        max_tokens=1,
+        return_prompt_text=True,
+    )
+    async with serving() as it:
+        told = await it.collect(request)
+        request.return_prompt_text = False
+        silent = await it.collect(request)
+        shown = await it.tokenization.Detokenize(
+            tokenization_pb2.DetokenizeRequest(token_ids=tokens, as_prompt=True)
+        )
+    ends = [r.finished.prompt_text for r in told if r.HasField("finished")]
+    assert ends == [shown.text] * 2 == ["<s> a b"] * 2
+    assert [r.finished.prompt_text for r in silent if r.HasField("finished")] == [""] * 2
 
 
 async def test_a_random_seed_is_told() -> None:

@@ -54,7 +54,13 @@ def _check(path: Path, kv_dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [("llama", "f16"), ("llama", "f32"), ("gemma3", "f16"), ("gemma3", "f32"), ("deepseek2", "f16")],
+    [
+        ("llama", "f16"),
+        ("llama", "f32"),
+        ("gemma3", "f16"),
+        ("gemma3", "f32"),
+        ("deepseek2", "f16"),
+    ],
 )
 def test_a_saved_slot_goes_on_like_the_cold_run(tmp_path: Path, name: str, kv_dtype: str):
     _check(write_family(tmp_path / "tiny.gguf", FAMILIES[name], has_tokenizer=True), kv_dtype)

@@ -102,6 +102,8 @@ def finished(call: Call, count: int, **fields: Any) -> Response:
         "prompt_tokens": num_tokens,
         "held_tokens": num_tokens + count - 1,
     }
+    if call.request.return_prompt_text:
+        told["prompt_text"] = decode(prompt_of(call.request)).decode(errors="replace")
     return Response(finished=generation_pb2.Finished(**(told | fields)))
 
 
