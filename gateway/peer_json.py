@@ -11,10 +11,10 @@ Example:
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any, TypeAlias
 
 import msgspec
@@ -102,20 +102,21 @@ def to_float32(value: int | float) -> float:
 
 
 def _append(parts: list[str], value: Json) -> None:
+    # `encode_basestring` is what `json.dumps` comes to; that makes an encoder for each string.
     match value:
+        case str():
+            parts.append(encode_basestring(value))
         case None:
             parts.append("null")
         case bool():
             parts.append("true" if value else "false")
-        case str():
-            parts.append(json.dumps(value, ensure_ascii=False))
         case bytes():
-            parts.append(json.dumps(value.decode("utf-8", "replace"), ensure_ascii=False))
+            parts.append(encode_basestring(value.decode("utf-8", "replace")))
         case int():
             parts.append(int.__repr__(value))
         case float():
             parts.append(format_double(value))
-        case Mapping():
+        case dict() | Mapping():  # the first is known much sooner
             _append_object(parts, value)
         case _:
             _append_array(parts, value)
@@ -124,7 +125,7 @@ def _append(parts: list[str], value: Json) -> None:
 def _append_object(parts: list[str], value: Mapping[str, Json]) -> None:
     separator = "{"
     for key, item in value.items():
-        parts.append(f"{separator}{json.dumps(key, ensure_ascii=False)}:")
+        parts.append(f"{separator}{encode_basestring(key)}:")
         _append(parts, item)
         separator = ","
     parts.append("}" if value else "{}")
