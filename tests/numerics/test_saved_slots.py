@@ -21,23 +21,23 @@ from tests.recurrent_families import write_recurrent
 # Longer than a page and a window; their turn is cut off again below.
 PROMPT = tuple((7 * i + i * i) % (RECURRENT_VOCAB - 10) + 5 for i in range(90))
 _CONFIG = EngineConfig(context_tokens=512, num_slots=1, page_tokens=32, chunk_tokens=32)
-# Of a slot of the first engine and of the second. Phi-3 has other factors of rotation up to its
-# context of training: both lie above that.
-_CONTEXTS = (512, 256)
-_CONTEXTS_OF = {"phi3": (512, 128 + SHORT_CONTEXT)}
+# Up to its context of training Phi-3 has other factors of rotation: that of this one lies below the
+# contexts of both engines, 512 and 256 tokens of a slot.
+_LONG_PHI3 = replace(
+    FAMILIES["phi3"], keys={**FAMILIES["phi3"].keys, "rope.scaling.original_context_length": 128}
+)
 
 
-def _check(path: Path, kv_dtype: str, contexts: tuple[int, int] = _CONTEXTS) -> None:
+def _check(path: Path, kv_dtype: str) -> None:
     slots = path.with_suffix(".slots")
     slots.mkdir()
-    config = replace(_CONFIG, context_tokens=contexts[0], kv_dtype=kv_dtype)
-    first = Server(path, config, slots)
+    first = Server(path, replace(_CONFIG, kv_dtype=kv_dtype), slots)
     answer = first.answer(PROMPT, 0)
     assert first.save(0).tokens == len(PROMPT) + 7
     is_recurrent = first.loaded.spec.num_recurrent_layers > 0
     context_tokens = first.loaded.plan.slot_context_tokens
     del first
-    other = replace(config, context_tokens=contexts[1], num_slots=2, page_tokens=16)
+    other = replace(_CONFIG, kv_dtype=kv_dtype, context_tokens=256, num_slots=2, page_tokens=16)
     second = Server(path, other, slots)
     assert second.loaded.plan.slot_context_tokens < context_tokens
     assert second.restore(1).tokens == len(PROMPT) + 7
@@ -75,8 +75,8 @@ def test_a_saved_slot_goes_on_like_the_cold_run(tmp_path: Path, name: str, kv_dt
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"llama", "gemma3"}))
 def test_every_family_goes_on_from_a_file(tmp_path: Path, name: str, kv_dtype: str):
-    path = write_family(tmp_path / "tiny.gguf", FAMILIES[name], has_tokenizer=True)
-    _check(path, kv_dtype, _CONTEXTS_OF.get(name, _CONTEXTS))
+    family = _LONG_PHI3 if name == "phi3" else FAMILIES[name]
+    _check(write_family(tmp_path / "tiny.gguf", family, has_tokenizer=True), kv_dtype)
 
 
 def test_a_state_goes_on_like_the_cold_run(tmp_path: Path):
