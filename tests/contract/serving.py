@@ -166,9 +166,22 @@ class Serving:
     async def reflect(self, path: str, metadata: Sequence[tuple[str, str]] = ()) -> bytes:
         """Asks reflection for the list of services; returns the reply's bytes."""
         listing = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
-        call: Any = cast("Any", self.channel).stream_stream(path)
-        replies = [reply async for reply in call(iter((listing,)), metadata=tuple(metadata))]
-        return replies[0]
+        call = self._reflection(path, metadata)
+        await call.write(listing)
+        await call.done_writing()
+        reply = await call.read()
+        assert await call.read() is grpc.aio.EOF
+        return reply
+
+    async def refused_reflection(self, path: str) -> None:
+        """Waits for the refusal of a call without a key, which asks nothing.
+
+        grpc.aio loses why a call was refused whose own question is still being written.
+        """
+        await self._reflection(path, ()).read()
+
+    def _reflection(self, path: str, metadata: Sequence[tuple[str, str]]) -> Any:
+        return cast("Any", self.channel).stream_stream(path)(metadata=tuple(metadata))
 
     async def status(self, service: str = READY_SERVICE) -> int:
         """Asks health."""

@@ -80,7 +80,7 @@ async def test_health_is_open_and_reflection_is_not() -> None:
         assert await it.status() == 1
         for version in ("v1", "v1alpha"):
             path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
-            failed = await failure(it.reflect(path))
+            failed = await failure(it.refused_reflection(path))
             assert failed.reason == "BAD_API_KEY"
             assert b"kvarts.v1.GenerationService" in await it.reflect(path, bearer("user"))
 
