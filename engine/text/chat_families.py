@@ -212,7 +212,12 @@ FAMILIES: tuple[ChatFormat, ...] = (
         ReasoningTags("<think:opensource>", "</think:opensource>"),
     ),
     ChatFormat(
-        "laguna", ("laguna_glm_thinking", "<arg_key>"), _GLM_CALLS, THINK, stops=("</assistant>",)
+        "laguna",
+        ("laguna_glm_thinking", "<arg_key>"),
+        _GLM_CALLS,
+        # The white space that some of its templates write around the tags is the model's.
+        replace(THINK, is_fixed=True),
+        stops=("</assistant>",),
     ),
     ChatFormat("glm-4", ("<tool_call>", "<arg_key>", "<arg_value>"), _GLM_CALLS, THINK),
     ChatFormat(

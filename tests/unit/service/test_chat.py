@@ -204,9 +204,18 @@ def test_a_turn_goes_on_in_its_reasoning_or_behind_it(
     assert rendered.echo == ("" if thinking else content)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "minicpm-5"])
-def test_where_the_family_says_the_white_space_the_template_does_not(family: str) -> None:
-    """As llama.cpp has it for Nemotron 3 and StepFun, whose templates write one newline there."""
+@pytest.mark.parametrize(
+    ("family", "held"),
+    [
+        ("qwen3.5", "<think>\nhm\n</think>\n\nso"),
+        ("minicpm-5", "<think>\nhm\n</think>\n\nso"),
+        ("laguna", "<think>hm</think>so"),
+    ],
+)
+def test_where_the_family_says_the_white_space_the_template_does_not(
+    family: str, held: str
+) -> None:
+    """As llama.cpp has it for Nemotron 3, StepFun and Laguna, whose templates write a newline there."""
 
     class OneNewline:
         def render(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
@@ -225,7 +234,7 @@ def test_where_the_family_says_the_white_space_the_template_does_not(family: str
         final_message=CONTINUED,
     )
     rendered = render_chat(chat, OneNewline(), GenerationDefaults(), "chat", chat_format)
-    assert rendered.text.endswith("<think>\nhm\n</think>\n\nso")
+    assert rendered.text == f"user:x;{held}"
 
 
 def test_a_prompt_tells_whether_it_opened_reasoning() -> None:

@@ -100,3 +100,21 @@ def test_thoughts_and_calls_of_solar_are_told_apart():
     )
     told = parse(BY_NAME["solar-open"], *text, opening="<|begin|>assistant")
     assert told == ("", "hm", [("f", '{"n": 7}')])
+
+
+def test_white_space_beside_the_tags_of_laguna_is_the_models():
+    told = parse(BY_NAME["laguna"], *"hm\n</think>\n\nSo", opening="<think>")
+    assert told == ("\n\nSo", "hm\n", [])
+
+
+def test_thoughts_of_ling_that_are_not_told_apart_keep_their_tags():
+    opening, text = "<think>", "hm</think>Well"
+    told = parse(BY_NAME["ling-3"], *text, opening=opening, reads_reasoning=False)
+    assert told == (opening + text, "", [])
+
+
+def test_thoughts_of_rwkv_begin_where_its_prompt_ends():
+    template = "{{- 'Assistant:' -}}{% if enable_thinking is true %}{{- ' <think>' }}{% endif %}"
+    closed = "{% if enable_thinking is false %}{{- ' <think>\n</think>' }}{% endif %}"
+    told = parse(find_format(template + closed), *"hm</think>Well", opening="<think>")
+    assert told == ("Well", "hm", [])
