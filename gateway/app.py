@@ -71,7 +71,9 @@ def make_app(
             await asyncio.gather(watching, return_exceptions=True)
 
     table = route_table()
-    table += [openapi_route(table, options.api_prefix), *vertex_routes(options, table)]
+    keys = keys or Keys(options)
+    document = openapi_route(table, options.api_prefix, lambda: not keys.is_open)
+    table += [document, *vertex_routes(options, table)]
     routes = [
         Route(
             f"{options.api_prefix}{path}",
@@ -92,7 +94,7 @@ def make_app(
     gates = Gates(
         app,
         options,
-        keys or Keys(options),
+        keys,
         is_ready=lambda: readiness.facts is not None,
         is_serving=lambda: readiness.is_serving,
         is_changing=lambda: readiness.change.is_on,

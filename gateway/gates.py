@@ -18,7 +18,7 @@ from gateway.keys import Keys
 from gateway.options import GatewayOptions
 
 # Compared with the whole path: with an API prefix even health needs the key, as with the peer.
-_PUBLIC = frozenset({"/health", "/v1/health"})
+PUBLIC = frozenset({"/health", "/v1/health"})
 _BEARER = "Bearer "
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -57,7 +57,7 @@ class Gates:
         self._is_serving = is_serving
         self._is_changing = is_changing
         self._pages = pages
-        self._health = frozenset(f"{options.api_prefix}{path}" for path in _PUBLIC)
+        self._health = frozenset(f"{options.api_prefix}{path}" for path in PUBLIC)
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +107,7 @@ class Gates:
         return ((b"access-control-allow-origin", allowed.encode("latin-1")),)
 
     def _is_open(self, path: str) -> bool:
-        return self._keys.is_open or path in _PUBLIC or path in self._pages
+        return self._keys.is_open or path in PUBLIC or path in self._pages
 
 
 def presented_key(headers: Headers) -> str:

@@ -1,12 +1,13 @@
 """GET /openapi.json: every route in OpenAPI's words, from the tables that serve them.
 
 Bodies say what is honoured. What llama-server takes besides and passes over is not listed: no
-schema of a body forbids further members. Knows no answer's members, which are the peer's contract.
+schema of a body forbids further members, and what it reads as not given has no type. Knows no
+answer's members, which are the peer's contract, but every status that there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,9 @@ from starlette.responses import Response
 
 from gateway import fields
 from gateway.connection import json_response
+from gateway.errors import ErrorKind
 from gateway.exchange import Exchange, Handler
+from gateway.gates import PUBLIC
 from gateway.samplers import SamplerNames
 from gateway.schema import FIELDS, REASONING_FORMATS
 
@@ -33,14 +36,34 @@ _PROMPT: Schema = {
     "description": "A text, token ids, both mixed, or a list of such prompts.",
     "anyOf": [_TEXT, {"type": "array", "minItems": 1}, _OBJECT],
 }
+_PARTS: Schema = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": _TEXT},
+        "required": ["type", "text"],
+    },
+}
 _MESSAGES: Schema = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"role": _TEXT, "content": {"anyOf": [_TEXT, _OBJECTS]}},
+        "properties": {"role": _TEXT, "content": {"anyOf": [_TEXT, _PARTS]}},
         "required": ["role"],
+        "anyOf": [
+            {"required": ["content"]},
+            {"properties": {"role": {"const": "assistant"}}, "required": ["tool_calls"]},
+        ],
     },
 }
+# What the peer's reading of a boolean narrower than 64 bits takes for a number besides.
+_NUMBER: Schema = {"type": ["number", "boolean"]}
+
+
+def _lenient(what: str) -> Schema:
+    return {"description": f"{what}; anything else reads as not given."}
+
+
 # Of a kind that has no bounds of its own; the others are in `_of_kind`.
 _PLAIN: Mapping[type, Schema] = {
     fields.Flag: _FLAG,
@@ -55,7 +78,10 @@ _PLAIN: Mapping[type, Schema] = {
     fields.Triggers: _OBJECTS,
     fields.Adapters: {
         "type": "array",
-        "items": {"type": "object", "properties": {"id": _INTEGER, "scale": {"type": "number"}}},
+        "items": {
+            "type": "object",
+            "properties": {"id": _lenient("An integer"), "scale": _lenient("A number")},
+        },
     },
     fields.Bias: {"anyOf": [_OBJECT, {"type": "array"}]},
 }
@@ -84,7 +110,7 @@ _COMPLETION = _body({"prompt": _PROMPT, **_SAMPLING}, "prompt")
 _CHAT_MEMBERS: Schema = {
     "messages": _MESSAGES,
     "tools": _OBJECTS,
-    "tool_choice": {"anyOf": [_TEXT, _OBJECT]},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _OBJECT]},
     "parallel_tool_calls": _FLAG,
     "response_format": _OBJECT,
     "chat_template_kwargs": _OBJECT,
@@ -96,12 +122,24 @@ _CHAT_MEMBERS: Schema = {
 _CHAT = _body(_SAMPLING | _CHAT_MEMBERS, "messages")
 _RESPONSES = _body(
     {
-        "input": {"anyOf": [_TEXT, _OBJECTS]},
+        "input": {
+            "anyOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"role": _TEXT, "type": _TEXT, "content": _ANY},
+                        "anyOf": [{"required": ["role", "content"]}, {"required": ["type"]}],
+                    },
+                },
+            ]
+        },
         "instructions": _TEXT,
         "tools": _OBJECTS,
         "max_output_tokens": _INTEGER,
         "reasoning": _OBJECT,
-        "stream": _FLAG,
+        "stream": _lenient("A boolean"),
     },
     "input",
 )
@@ -117,22 +155,34 @@ _ANTHROPIC = _body(
         "temperature": {"type": "number"},
         "top_p": {"type": "number"},
         "top_k": _INTEGER,
-        "stream": _FLAG,
+        "stream": _lenient("A boolean"),
     },
     "messages",
 )
-_INPUT: Schema = {"input": _PROMPT, "content": _PROMPT, "embd_normalize": _INTEGER}
-_EMBEDDING = _body({**_INPUT, "encoding_format": {"enum": ["float", "base64"]}})
+_EMBEDDING = _body(
+    {
+        "input": _PROMPT,
+        "content": _PROMPT,
+        "embd_normalize": _NUMBER,
+        "encoding_format": {"enum": ["float", "base64"]},
+    }
+) | {"anyOf": [{"required": ["input"]}, {"required": ["content"]}]}
 _RERANK = _body(
     {
         "query": _TEXT,
         "documents": _TEXTS,
         "texts": _TEXTS,
-        "top_n": _INTEGER,
-        "return_text": _FLAG,
+        "top_n": _lenient("An integer"),
+        "return_text": _lenient("A boolean"),
     },
     "query",
 )
+# See `gateway.slots.is_filename`.
+_FILENAME: Schema = {
+    "type": "string",
+    "maxLength": 255,
+    "pattern": r"^[A-Za-z0-9_-](\.?[A-Za-z0-9_-])*$",
+}
 _BODIES: Mapping[str, Schema] = {
     "/completion": _COMPLETION,
     "/completions": _COMPLETION,
@@ -157,16 +207,26 @@ _BODIES: Mapping[str, Schema] = {
     "/rerank": _RERANK,
     "/reranking": _RERANK,
     "/tokenize": _body(
-        {"content": _PROMPT, "add_special": _FLAG, "parse_special": _FLAG, "with_pieces": _FLAG}
+        {
+            "content": _PROMPT,
+            "add_special": _lenient("A boolean"),
+            "parse_special": _lenient("A boolean"),
+            "with_pieces": _lenient("A boolean"),
+        }
     ),
-    "/detokenize": _body({"tokens": {"type": "array", "items": _TOKEN}}),
-    "/slots/{id_slot}": _body({"filename": _TEXT, "prompt": _PROMPT}),
+    "/detokenize": _body({"tokens": {"type": "array", "items": _ANY}}),
+    "/slots/{id_slot}": _body({"filename": _FILENAME, "prompt": _PROMPT}),
     "/lora-adapters": _of_kind(fields.Adapters()),
-    "/tools": _body({"tool": _TEXT, "params": _OBJECT, "stream": _FLAG}, "tool"),
+    "/tools": _body({"tool": _TEXT, "params": _OBJECT, "stream": _lenient("A boolean")}, "tool"),
 }
 _COUNTS = ("/input_tokens", "/count_tokens")
 _SLOT: Sequence[Schema] = (
-    {"name": "id_slot", "in": "path", "required": True, "schema": _TEXT},
+    {
+        "name": "id_slot",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^-?[0-9]{1,9}$"},
+    },
     {
         "name": "action",
         "in": "query",
@@ -177,14 +237,28 @@ _SLOT: Sequence[Schema] = (
 _URL: Schema = {"name": "url", "in": "query", "required": True, "schema": _TEXT}
 _JSON = "application/json"
 _PLAIN_TEXT = frozenset({"/metrics"})
+_REFUSED: Schema = {
+    "description": "A refusal; x-kvarts-reason tells the cause in one word.",
+    "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+# What is the client's fault is some 4XX, but as with the peer no JSON is 500; a 5XX of another
+# number is a bug.
+_REFUSALS: Schema = {"4XX": _REFUSED} | {
+    str(kind.status): _REFUSED for kind in ErrorKind if kind.status >= 500
+}
 
 
-def document(table: Iterable[RouteRow], prefix: str) -> Schema:
+def document(table: Iterable[RouteRow], prefix: str, *, needs_key: bool) -> Schema:
     """The document of the routes of `table` behind `prefix`."""
     paths: dict[str, Schema] = {}
     for method, names, _ in table:
         for name in names:
-            paths.setdefault(f"{prefix}{name}", {})[method.lower()] = _operation(method, name)
+            path = f"{prefix}{name}"
+            operation = _operation(method, name)
+            # Compared with the whole path, as `gateway.gates` does.
+            if needs_key and path not in PUBLIC:
+                operation["security"] = [{"key": []}]
+            paths.setdefault(path, {})[method.lower()] = operation
     error = _body({"error": _body({"message": _TEXT, "type": _TEXT}, "message", "type")}, "error")
     return {
         "openapi": "3.1.0",
@@ -197,15 +271,16 @@ def document(table: Iterable[RouteRow], prefix: str) -> Schema:
     }
 
 
-def openapi_route(table: Sequence[RouteRow], prefix: str) -> RouteRow:
-    """The route that shows the document of `table`, and of itself."""
+def openapi_route(
+    table: Sequence[RouteRow], prefix: str, needs_key: Callable[[], bool]
+) -> RouteRow:
+    """The route that shows the document of `table`, and of itself; keys may come and go."""
 
     async def show(exchange: Exchange) -> Response:
         del exchange
-        return json_response(shown)
+        return json_response(document([*table, row], prefix, needs_key=needs_key()))
 
     row: RouteRow = ("GET", ("/openapi.json",), show)
-    shown = document([*table, row], prefix)
     return row
 
 
@@ -215,16 +290,8 @@ def _operation(method: str, name: str) -> Schema:
     if body is not None and "stream" in body.get("properties", {}):
         found["text/event-stream"] = {}
     operation: Schema = {
-        "responses": {
-            "200": {"description": "The answer.", "content": found},
-            "default": {
-                "description": "A refusal; x-kvarts-reason tells the cause in one word.",
-                "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
-            },
-        }
+        "responses": {"200": {"description": "The answer.", "content": found}} | _REFUSALS
     }
-    if name not in ("/health", "/v1/health"):
-        operation["security"] = [{}, {"key": []}]
     if "{" in name:
         operation["parameters"] = list(_SLOT)
     elif name == "/cors-proxy":

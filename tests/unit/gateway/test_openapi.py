@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import httpx
+import pytest
 
+from gateway.errors import ErrorKind
 from gateway.routes import route_table
 from gateway.schema import FIELDS
+from gateway.slots import is_filename
 from tests.unit.gateway.conftest import Serve
 
 
@@ -32,6 +36,40 @@ async def test_bodies_have_every_field(client: httpx.AsyncClient):
     }
     for path in ("/v1/messages/count_tokens", "/chat/completions/input_tokens", "/rerank"):
         assert _body(shown, path)["type"] == "object", path
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+@pytest.mark.parametrize("keys", [(), ("key",)])
+async def test_it_says_where_a_key_is_needed(serve: Serve, prefix: str, keys: tuple[str, ...]):
+    async with serve(api_prefix=prefix, api_keys=keys) as client:
+        headers = {"authorization": "Bearer key"}
+        shown = (await client.get(f"{prefix}/openapi.json", headers=headers)).json()
+        open_ones = {
+            path
+            for path, operations in shown["paths"].items()
+            if not any(operation.get("security") for operation in operations.values())
+        }
+        assert open_ones == (
+            set(shown["paths"]) if not keys else set() if prefix else {"/health", "/v1/health"}
+        )
+
+
+async def test_every_refusal_has_its_status(client: httpx.AsyncClient):
+    shown = (await client.get("/openapi.json")).json()
+    expected = {"200", "4XX", *(str(k.status) for k in ErrorKind if k.status >= 500)}
+    for operations in shown["paths"].values():
+        assert all(one["responses"].keys() == expected for one in operations.values())
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "a-b_c", "9", "-a", "a" * 255])
+@pytest.mark.parametrize("behind", ["", ".", "..b", "/b", " "])
+async def test_the_pattern_of_a_file_name_is_the_gateways(
+    client: httpx.AsyncClient, name: str, behind: str
+):
+    schema = _body((await client.get("/openapi.json")).json(), "/slots/{id_slot}")
+    filename, text = schema["properties"]["filename"], name + behind
+    fits = bool(re.fullmatch(filename["pattern"], text)) and len(text) <= filename["maxLength"]
+    assert fits == is_filename(text)
 
 
 async def test_paths_have_the_prefix_and_the_document_needs_the_key(serve: Serve):
