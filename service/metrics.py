@@ -92,6 +92,11 @@ class Metrics:
             for result in ("ok", "refused"):
                 self._reloads.labels(what, result)
 
+    def watch_calls(self, num_open: Callable[[], int]) -> None:
+        """Shows at each scrape how many calls are being served."""
+        gauge = Gauge("kvarts_open_calls", "Calls being served.", registry=self.registry)
+        gauge.set_function(num_open)
+
     def set_ready(self, is_ready: bool) -> None:
         """Shows whether the server can generate now."""
         self._ready.set(is_ready)

@@ -19,6 +19,11 @@ class OpenCalls(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Calls that are being served now."""
+        return len(self._tasks)
+
     # The stub's signature demands that a handler comes back as it went in, message types and all.
     async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

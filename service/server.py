@@ -11,7 +11,7 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from engine.types import EventSink
 from service.autosave import Autosaves
 from service.bridge import Bridge, BridgeHooks
 from service.certificates import ServerCertificates
+from service.channel_options import channel_options
 from service.disk_metrics import SlotDiskCollector
 from service.embedding import EmbeddingServicer
 from service.fetch.errors import FetchError
@@ -68,15 +69,12 @@ from service.vllm_metrics import VllmCollector
 from service.waiting_room import WaitingRoom
 
 READY_SERVICE = "kvarts.v1.GenerationService"
-MAX_REQUEST_BYTES = 16 << 20
 # A reader whose window stays closed for this long is given up.
 STALL_LIMIT_S = 30.0
 # Kept of the shutdown timeout for the last answers to leave.
 _FLUSH_S = 0.5
 # Of the time for running requests, what the slots' saves get with --slot-autosave.
 _SAVE_SHARE = 0.5
-# Streams of one connection beyond slots and queue: lists, health, metrics.
-_SPARE_STREAMS = 256
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -141,6 +139,7 @@ class Server:
         self._keys = KeyRing(options.api_keys, options.admin_key, options.own_key)
         self._certificates: ServerCertificates | None = None
         self._calls = OpenCalls()
+        self._metrics.watch_calls(lambda: self._calls.num_open)
         self._spans = spans or _spans(options)
         self._grpc = grpc.aio.server(
             interceptors=(
@@ -149,7 +148,7 @@ class Server:
                 Auth(self._keys),
                 Fence(stall_limit_s),
             ),
-            options=_channel_options(options),
+            options=channel_options(options.engine),
         )
         self._closing = ExitStack()
         self._store: SlotStore | None = None
@@ -287,7 +286,6 @@ class Server:
 
     def _add_servicers(self) -> None:
         server, bridge = self._grpc, self._bridge
-        has_folder = self._options.slot_save_path is not None
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(
                 bridge, self._metrics, IdleSlotLog(is_on=self._options.tells_idle_slots)
@@ -303,7 +301,7 @@ class Server:
                 bridge,
                 self._metrics,
                 self._swap,
-                has_slot_folder=has_folder,
+                has_slot_folder=self._options.slot_save_path is not None,
                 queue_bytes=self._options.engine.queue_bytes,
             ),
             server,
@@ -480,20 +478,6 @@ def _spans(options: ServiceOptions) -> Spans | None:
     from service.tracing import otlp_spans
 
     return otlp_spans(options.otlp_endpoint)
-
-
-def _channel_options(options: ServiceOptions) -> Sequence[tuple[str, int]]:
-    streams = options.engine.num_slots + options.engine.queue_requests + _SPARE_STREAMS
-    return (
-        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-        # Below slots + queue a gateway's calls, all on one connection, would wait unseen.
-        ("grpc.max_concurrent_streams", streams),
-        # Without this a second server binds the same port and silently takes half of the calls.
-        ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-    )
 
 
 def _address(host: str, port: int) -> str:

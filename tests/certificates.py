@@ -36,6 +36,25 @@ class Certificates:
         )
         return key.read_bytes(), cert.read_bytes()
 
+    def sign_expired(self, name: str) -> tuple[bytes, bytes]:
+        """As `sign`, of a certificate whose time was over long ago."""
+        key, request = self._folder / f"{name}.key", self._folder / f"{name}.csr"
+        settings, cert = self._folder / f"{name}.cnf", self._folder / f"{name}.pem"
+        (self._folder / f"{name}.index").touch()
+        settings.write_text(
+            f"[ca]\ndefault_ca=one\n[one]\ndatabase={self._folder / name}.index\n"
+            f"new_certs_dir={self._folder}\nrand_serial=yes\ndefault_md=sha256\npolicy=any\n"
+            "x509_extensions=more\n[any]\ncommonName=supplied\n"
+            "[more]\nsubjectAltName=IP:127.0.0.1\n"
+        )
+        self._openssl("req", *self._new_key(key), "-subj", f"/CN={name}", "-out", request)
+        self._openssl(
+            *("ca", "-batch", "-notext", "-config", settings, "-in", request, "-out", cert),
+            *("-cert", self.ca, "-keyfile", self._ca_key),
+            *("-startdate", "20200101000000Z", "-enddate", "20200102000000Z"),
+        )
+        return key.read_bytes(), cert.read_bytes()
+
     def files(self, name: str, client_ca: Path | None = None) -> TlsFiles:
         self.sign(name)
         folder = self._folder

@@ -10,6 +10,7 @@ from kvarts.v1 import common_pb2, generation_pb2, slot_pb2, tokenization_pb2
 
 from service.defaults import GenerationDefaults
 from tests.contract.serving import (
+    CONFIG,
     GenerateRequest,
     GenerateResponse,
     SamplingParams,
@@ -272,3 +273,12 @@ async def test_what_is_missing_is_refused_by_name(request_: GenerateRequest, fea
         failed = await failure(it.collect(request_))
     assert failed.reason == "NOT_SUPPORTED"
     assert failed.metadata == {"feature": feature}
+
+
+async def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_looked_at():
+    """Millions of them would hold the event loop up; the last one is none of the vocabulary's."""
+    request = GenerateRequest()
+    request.tokens.ids.extend([5] * CONFIG.context_tokens + [2**32 - 1])
+    async with serving() as it:
+        failed = await failure(it.collect(request))
+    assert failed.reason == "CONTEXT_OVERFLOW"

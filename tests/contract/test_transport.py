@@ -77,6 +77,22 @@ async def test_client_certificates(tmp_path: Path) -> None:
         assert not await can_call(port, stranger)
 
 
+@needs_openssl
+async def test_certificates_whose_time_is_over(tmp_path: Path) -> None:
+    """Check 36: a client's is refused, a server's is not believed."""
+    ours = Certificates(tmp_path, "ours")
+    root = ours.ca.read_bytes()
+    async with server_with(ours.files("server", client_ca=ours.ca)) as port:
+        assert await can_call(port, grpc.ssl_channel_credentials(root, *ours.sign("client")))
+        late = grpc.ssl_channel_credentials(root, *ours.sign_expired("late"))
+        assert not await can_call(port, late)
+    ours.sign_expired("old")
+    async with server_with(
+        TlsFiles(str(tmp_path / "old.pem"), str(tmp_path / "old.key"), None)
+    ) as port:
+        assert not await can_call(port, grpc.ssl_channel_credentials(root))
+
+
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_lists_every_service(version: str) -> None:
     async with serving() as it:
