@@ -73,9 +73,10 @@ e2e: setup
 bench: setup
 	$(PY) -m tests.bench $(ARGS)
 
-# Longer searches, 100 rebuilds under streams, and servers killed amid saves and rebuilds.
+# Longer searches, 100 rebuilds under streams, servers killed amid saves and rebuilds, and ten minutes of
+# clients whose history is checked.
 nightly: setup audit
-	REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 \
+	REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 HISTORY_MINUTES=10 \
 		$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
 
 # 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.

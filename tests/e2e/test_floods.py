@@ -110,7 +110,8 @@ class Target:
 
     async def _ask_health(self, seen: Seen, over: asyncio.Event) -> None:
         async with grpc.aio.insecure_channel(self.program.grpc_address()) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            # The health package has no types.
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             while not over.is_set():
                 begun_s = time.monotonic()
                 reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
