@@ -66,7 +66,11 @@ class Autosave:
         for slot in self._engine.snapshot().slots:
             order = self._store.autosave_order(slot.slot_id, fingerprint)
             save = Save(slot.slot_id, order, outlives_stop=True)
-            self._engine.transfer_slot(save)
+            try:
+                self._engine.transfer_slot(save)
+            except EngineError as error:
+                _LOG.warning("slots are not saved: %s", error)
+                break
             saves.append(save)
         return saves
 

@@ -24,6 +24,7 @@ from tests.contract.serving import (
     gated_runner,
     serving,
 )
+from tests.contract.test_lifecycle import BreakableClock
 
 Code = grpc.StatusCode
 NAME = "a.slot"
@@ -350,7 +351,7 @@ async def test_a_running_request_is_saved_with_its_slot_within_the_drain_time(tm
     async with serving(**auto, runner=gated_runner(gate)) as it:
         running = asyncio.create_task(_finished(it, _ask(PROMPT, max_tokens=200)))
         await gate.arrival()
-        stopping = asyncio.create_task(it.server.stop(2.0))
+        stopping = asyncio.create_task(it.server.stop(30.0))
         for _ in range(4):
             gate.step()
             await gate.arrival()
@@ -358,6 +359,22 @@ async def test_a_running_request_is_saved_with_its_slot_within_the_drain_time(tm
         await stopping
         await asyncio.gather(running, return_exceptions=True)
     assert _autosaved(tmp_path) == ["0"]
+
+
+async def test_a_dead_engine_saves_nothing_and_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    gate, clock = StepGate(), BreakableClock()
+    auto: dict[str, Any] = {"slot_save_path": str(tmp_path), "slot_autosave": True}
+    async with serving(**auto, runner=gated_runner(gate), clock=clock) as it:
+        running = asyncio.create_task(failure(_finished(it, _ask(PROMPT))))
+        await gate.arrival()
+        clock.is_broken = True
+        gate.open()
+        assert (await running).reason == "ENGINE_FAULT"
+        clock.is_broken = False
+    assert "slots are not saved: the engine failed" in caplog.text
+    assert not _autosaved(tmp_path)
 
 
 async def test_files_of_dead_saves_are_swept_at_the_start(tmp_path: Path):

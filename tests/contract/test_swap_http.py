@@ -15,6 +15,8 @@ import pytest
 from engine.errors import ModelFileError
 from gateway.connection import Connection
 from gateway.model_change import ModelChange
+from service.swap_errors import ModelInUse
+from service.tenure import Tenure
 from tests.contract.serving import StepGate, failure, gated_runner
 from tests.contract.swaps import (
     IN_PLACE,
@@ -23,14 +25,13 @@ from tests.contract.swaps import (
     OLD,
     A,
     B,
-    LoadModelRequest,
     all_replies,
     make_loader,
     said,
     swapping,
 )
 from tests.loaders import FakeLoader
-from tests.unit.gateway.conftest import serving, until_ready
+from tests.unit.gateway.conftest import serving, until_changing, until_ready
 
 BODY = {"prompt": "ab", "n_predict": 4, "temperature": 0}
 
@@ -58,9 +59,7 @@ class Changing:
 
 
 @asynccontextmanager
-async def draining(
-    loader: FakeLoader, how: LoadModelRequest, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[Changing]:
+async def draining(loader: FakeLoader, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Changing]:
     held, wait = asyncio.Semaphore(0), ModelChange.wait
 
     async def noted(self: ModelChange, connection: Connection) -> None:
@@ -76,16 +75,16 @@ async def draining(
     ):
         running = asyncio.create_task(said(it, 20))
         await gate.arrival()
-        changing = asyncio.create_task(all_replies(it, how))
-        await until_ready(http, status=503)
+        changing = asyncio.create_task(all_replies(it, IN_PLACE))
+        await until_changing(http)
         yield Changing(http, held, running, changing, gate)
 
 
 async def test_requests_wait_and_run_on_the_new_model(
     loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
 ):
-    async with draining(loader, IN_PLACE, monkeypatch) as it:
-        assert (await it.http.get("/health")).json()["error"]["message"] == "Loading model"
+    async with draining(loader, monkeypatch) as it:
+        assert (await it.http.get("/health")).status_code == 503
         early = [await it.hold() for _ in range(3)]
         streaming = await it.hold("/v1/completions", stream=True)
         counting = await it.hold("/tokenize", content="ab")
@@ -100,16 +99,23 @@ async def test_requests_wait_and_run_on_the_new_model(
         assert (await streaming).text.rstrip().endswith("data: [DONE]")
         assert len((await counting).json()["tokens"]) == 2
         assert (await it.http.get("/v1/models")).json()["data"][0]["id"] == NEW
-        assert (await it.http.get("/health")).status_code == 200
+        await until_ready(it.http)
 
 
 async def test_requests_go_on_on_the_old_model_if_it_stays(
     loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
 ):
-    how = LoadModelRequest(path=NEW, replace_first=True)
-    how.drain_timeout.FromMilliseconds(300)
-    async with draining(loader, how, monkeypatch) as it:
+    is_late = asyncio.Event()
+
+    async def drained(old: Tenure, drain_s: float | None) -> None:
+        del drain_s
+        await is_late.wait()
+        raise ModelInUse(old.num_users)
+
+    monkeypatch.setattr("service.swap._drained", drained)
+    async with draining(loader, monkeypatch) as it:
         waiting = await it.hold()
+        is_late.set()
         assert (await failure(it.changing)).reason == "MODEL_IN_USE"
         it.gate.open()
         assert await it.running == LETTERS[A] * 20
@@ -121,7 +127,7 @@ async def test_requests_are_told_when_nothing_comes(
     loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
 ):
     loader.fails = {("load", name): [ModelFileError(name, "is gone")] for name in (OLD, NEW)}
-    async with draining(loader, IN_PLACE, monkeypatch) as it:
+    async with draining(loader, monkeypatch) as it:
         waiting = await it.hold()
         it.gate.open()
         await it.running

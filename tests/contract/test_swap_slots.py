@@ -94,12 +94,12 @@ async def test_a_stop_amid_a_change_saves_the_slots_of_the_model_that_was_served
     loader: FakeLoader,
 ) -> None:
     gate = StepGate()
-    async with swapping(loader, runner=gated_runner(gate), **auto(loader), stop_s=2.0) as it:
+    async with swapping(loader, runner=gated_runner(gate), **auto(loader)) as it:
         running = asyncio.create_task(said(it, 20))
         await gate.arrival()
         changing = asyncio.create_task(all_replies(it, IN_PLACE))
         gate.open()
         await running
-        await asyncio.gather(changing, it.server.stop(2.0), return_exceptions=True)
+        await asyncio.gather(changing, it.server.stop(30.0), return_exceptions=True)
     assert loader.slot_folder is not None
     assert [path for path in loader.slot_folder.iterdir() if path.name.startswith(".autosave-")]

@@ -82,6 +82,12 @@ async def until_ready(client: httpx.AsyncClient, prefix: str = "", status: int =
         await asyncio.sleep(0.01)
 
 
+async def until_changing(client: httpx.AsyncClient) -> None:
+    """Waits until health tells of another model; that nothing is ready it may tell before."""
+    while "Loading model" not in (await client.get("/health")).text:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 async def service() -> AsyncIterator[FakeService]:
     fake = FakeService()  # pyright: ignore[reportAbstractUsage] # what is missing is UNIMPLEMENTED

@@ -13,7 +13,7 @@ from starlette.types import Message
 from gateway.connection import ClientGone, Connection
 from gateway.errors import ApiError
 from gateway.model_change import ModelChange
-from tests.unit.gateway.conftest import Serve, until_ready
+from tests.unit.gateway.conftest import Serve, until_changing, until_ready
 from tests.unit.gateway.fake_service import FakeService
 
 INFO = model_pb2.ServerInfo(queue_limit=2, queue_limit_bytes=10)
@@ -122,8 +122,8 @@ async def test_health_may_tell_of_a_change_before_the_model_does(
     async with serve() as client:
         service.tenures.append(model_pb2.WatchModelResponse(model_id="old", changing=True))
         await service.set_serving(False)
-        await until_ready(client, status=503)
-        assert (await client.get("/health")).json()["error"]["message"] == "Loading model"
+        await until_changing(client)
+        assert (await client.get("/health")).status_code == 503
         assert (await client.get("/props")).json()["error"]["message"] == "Loading model"
         task = asyncio.create_task(client.post("/tokenize", json={"content": "ab"}))
         await service.tell_tenure("next")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -62,8 +63,10 @@ class _WatchedLock:
 
 def _held(root: Path) -> list[str]:
     """Files of the folder that this process holds open."""
-    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    targets: list[str] = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread closed it meanwhile
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
     return [target for target in targets if target.startswith(f"{root}/")]
 
 
