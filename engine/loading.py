@@ -188,8 +188,8 @@ def load_engine(
                     process_bytes,
                 )
                 plan, weights = fitted.plan, fitted.weights
-                del fitted
-                give_back()  # the probe is gone, and pools take its place
+                del fitted  # the probe
+            give_back()  # what reading took; pools take its place
             runner = JaxRunner(spec, weights, _runner_config(config, plan, capacity))
             runner.warm_up(lambda done, total: report(LoadProgress("compile", done, total)))
             tokenizer, sampler_vocab = tokenizing.result()

@@ -20,6 +20,7 @@ from jax import lax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.kernels import native
+from engine.memory.heap import trim
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.context import vector
@@ -171,6 +172,7 @@ class PoolPrograms:
             compiling = [pool.submit(copy_context().run, one) for one in work]
             for done, compiled in enumerate(compiling, 1):
                 compiled.result()
+                trim()  # what one compilation took, the next one takes anew
                 if progress:
                     progress(done, len(work))
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from engine.memory.allocator import limit_heaps
 from service.command_line import service_command_line
 from service.exit import leave
 from service.exposure import exposure_warning
@@ -25,6 +26,7 @@ def main() -> NoReturn:
     """Runs kvarts-service until a signal, then ends the process."""
     # Imports leave no cycles worth looking for; the load turns the collector on again.
     gc.disable()
+    limit_heaps()
     options = service_command_line(sys.argv[1:], os.environ)
     configure(options.log_format, options.log_level, options.log_file)
     if options.checks_only:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from engine.memory.allocator import limit_heaps
 from service.command_line import ServerOptions, server_command_line
 from service.exit import leave
 from service.exposure import exposure_warning
@@ -46,6 +47,7 @@ def main() -> NoReturn:
     """Runs kvarts-server, then ends the process."""
     # Imports leave no cycles worth looking for; the load turns the collector on again.
     gc.disable()
+    limit_heaps()
     options = server_command_line(sys.argv[1:], os.environ)
     service = options.service
     configure(service.log_format, service.log_level, service.log_file)

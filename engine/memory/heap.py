@@ -18,9 +18,14 @@ import jax
 def give_back() -> None:
     """Returns it to the system, in some ten milliseconds; any thread may ask."""
     gc.collect()
-    trim = _trim()
-    if trim is not None:
-        trim(0)
+    trim()
+
+
+def trim() -> None:
+    """Returns what is freed already, in a few milliseconds; any thread may ask."""
+    malloc_trim = _malloc_trim()
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def forget_programs() -> None:
@@ -34,7 +39,7 @@ def forget_programs() -> None:
 
 
 @functools.cache
-def _trim() -> Callable[[int], int] | None:
+def _malloc_trim() -> Callable[[int], int] | None:
     """Glibc's own call; other allocators have none and need none."""
     try:
         return ctypes.CDLL(None).malloc_trim

@@ -9,17 +9,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGUFWriter
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from engine import pool_programs as runner_module
 from engine.errors import InvalidField
 from engine.packed_step import Bucket
-from engine.pool_programs import NUM_CANDIDATES
 from engine.runner import JaxRunner
 from engine.step import DeviceSizes, PageContent, PoolLost, RowLogits, SequenceWork, StepBatch
 from engine.types import PoolKind
@@ -34,13 +28,11 @@ from tests.ggufs import (
     write_llama,
 )
 from tests.runners import Lane, decode, open_runner, prefill
-from tests.unit.engine.jitted import jitted
+from tests.unit.engine.best_logits import best_by_definition
 
 MAX_ROWS, MAX_CHUNK, PAGE, NUM_PAGES = 4, 16, 16, 40
 BAD_TOKEN = 300
 VOCAB = len(spm_tokenizer().tokens)
-
-candidates = jitted(runner_module._candidates)  # pyright: ignore[reportPrivateUsage] -- a pure function with a large input space
 
 
 def write_model_with_a_bad_token(path: Path) -> Path:
@@ -106,36 +98,6 @@ def only(rows: Sequence[RowLogits | None]) -> RowLogits:
 
 
 # What comes back of a row.
-
-
-def best_by_definition(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Falling logits, equal ones by rising id."""
-    return np.argsort(-logits, axis=-1, kind="stable")[:, :NUM_CANDIDATES]
-
-
-@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 512, 1000, 64 * 128, 64 * 128 + 1, 20_000])
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_candidates_are_the_best_with_ties_by_id(vocab: int, data: st.DataObject) -> None:
-    # Few different values: most are ties, within groups of neighbours and across them.
-    kinds = data.draw(st.integers(1, 300))
-    seed = data.draw(st.integers(0, 2**32))
-    logits = np.random.default_rng(seed).integers(-kinds, kinds, (2, vocab)).astype(np.float32)
-    ids, best = candidates(jnp.asarray(logits + 0.5))
-    expected = best_by_definition(logits)
-    np.testing.assert_array_equal(np.asarray(ids), expected)
-    np.testing.assert_array_equal(
-        np.asarray(best), np.take_along_axis(logits, expected, -1) + np.float32(0.5)
-    )
-
-
-@settings(max_examples=50, deadline=None)
-@given(hnp.arrays(np.float32, (1, 9000), elements=st.floats(-50, 50, width=16), fill=st.just(0.25)))
-def test_a_few_outliers_among_equal_logits_are_found(logits: npt.NDArray[np.float32]) -> None:
-    logits = logits + np.float32(0)  # -0.0 equals 0.0 to numpy and not to XLA
-    np.testing.assert_array_equal(
-        np.asarray(candidates(jnp.asarray(logits))[0]), best_by_definition(logits)
-    )
 
 
 def test_a_row_tells_the_same_of_its_logits_by_every_door(runner: JaxRunner) -> None:
