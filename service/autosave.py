@@ -28,6 +28,8 @@ class Autosave:
         self._store = store
         self._fingerprint = ""
         self._saves: list[Save] | None = None
+        # Slots whose files are still to be restored, None before that is known.
+        self._unrestored: set[int] | None = None
 
     def is_of(self, store: SlotStore) -> bool:
         """Whether it keeps the slots of that store's model."""
@@ -37,6 +39,7 @@ class Autosave:
         """Restores each slot that was saved and has not been used yet, in the background."""
         try:
             if not await asyncio.to_thread(self._store.has_autosaved):
+                self._unrestored = set()
                 return
             with self._store.identity.waiting() as done:
                 fingerprint = await asyncio.wrap_future(done)
@@ -44,11 +47,16 @@ class Autosave:
         except EngineError as error:
             _LOG.warning("slots of the last run are not restored: %s", error)
             return
+        self._unrestored = set(names)
         for slot_id, name in names.items():
+            if self._saves is not None:
+                return  # the end has come first: those that are left come back another time
             try:
                 await self._restore(slot_id, name, fingerprint)
             except EngineError as error:
                 _LOG.warning("slot %d of the last run is not restored: %s", slot_id, error)
+            if self._saves is None:
+                self._unrestored.discard(slot_id)
 
     def begin(self) -> list[Save]:
         """Asks the engine to save every slot once it is idle, before it is stopped.
@@ -64,6 +72,8 @@ class Autosave:
             return saves
         self._fingerprint = fingerprint
         for slot in self._engine.snapshot().slots:
+            if self._is_unrestored(slot.slot_id) and not slot.request and not slot.held_tokens:
+                continue  # an empty file would take the place of its own
             order = self._store.autosave_order(slot.slot_id, fingerprint)
             save = Save(slot.slot_id, order, outlives_stop=True)
             try:
@@ -89,6 +99,9 @@ class Autosave:
                 continue
             _LOG.info("slot %d: %d tokens saved", saved.slot_id, saved.tokens)
 
+    def _is_unrestored(self, slot_id: int) -> bool:
+        return self._unrestored is None or slot_id in self._unrestored
+
     async def _restore(self, slot_id: int, name: str, fingerprint: str) -> None:
         slots = self._engine.snapshot().slots
         if slot_id >= len(slots) or slots[slot_id].request or slots[slot_id].held_tokens:
@@ -97,7 +110,10 @@ class Autosave:
         restore = Restore(slot_id, order, fail_if_busy=True)
         self._engine.transfer_slot(restore)
         restored = await asyncio.wrap_future(restore.done)
-        await self._forget(slot_id, fingerprint)
+        if self._unrestored:
+            self._unrestored.discard(slot_id)
+        if self._saves is None:  # else the file is, or soon will be, the one of this end
+            await self._forget(slot_id, fingerprint)
         _LOG.info("slot %d: %d tokens of the last run", slot_id, restored.tokens)
 
     async def _forget(self, slot_id: int, fingerprint: str) -> None:

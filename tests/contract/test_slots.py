@@ -15,6 +15,7 @@ from kvarts.v1 import common_pb2, error_reason_pb2, generation_pb2, slot_pb2
 
 from engine.slots.identity import Identity
 from engine.slots.store import SlotStore
+from service.autosave import Autosave
 from tests.contract.serving import (
     GenerateRequest,
     SamplingParams,
@@ -359,6 +360,23 @@ async def test_a_running_request_is_saved_with_its_slot_within_the_drain_time(tm
         await stopping
         await asyncio.gather(running, return_exceptions=True)
     assert _autosaved(tmp_path) == ["0"]
+
+
+async def test_a_stop_before_slots_are_restored_keeps_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def late(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    auto: dict[str, Any] = {"slot_save_path": str(tmp_path), "slot_autosave": True}
+    async with serving(**auto) as it:
+        await _finished(it, _ask(PROMPT))
+    with monkeypatch.context() as patch:
+        patch.setattr(Autosave, "_restore", late)
+        async with serving(**auto):
+            pass
+    async with serving(**auto) as it:
+        await _restored(it, {0: 42})
 
 
 async def test_a_dead_engine_saves_nothing_and_ends(
