@@ -29,7 +29,7 @@ setup: $(READY)
 $(READY): pyproject.toml $(PROTOS) $(KERNELS)
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or newer" >&2; exit 1; }
 	test -x $(PY) || $(if $(UV),uv venv --seed --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
-	$(if $(UV),uv pip install --compile-bytecode --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check) --editable '.[dev]'
+	$(if $(UV),UV_COMPILE_BYTECODE_TIMEOUT=600 uv pip install --compile-bytecode --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check) --editable '.[dev]'
 # Where Python may not write what it compiled, each start would compile all of it anew: 0.3 s.
 	$(PY) -m compileall -q engine service gateway proto
 	touch $(READY)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from engine.adapters.desk import AdapterDesk, EngineDoors
 from engine.adapters.loaded import LoadedAdapters
-from engine.engine_parts import EngineParts, scheduler_parts
+from engine.engine_parts import EngineParts, request_limits, scheduler_parts
 from engine.errors import (
     ContextOverflow,
     EngineError,
@@ -61,7 +61,7 @@ from engine.types import (
     Request,
     Snapshot,
 )
-from engine.validation import ENCODER_SLOTS, RequestLimits, check_request
+from engine.validation import ENCODER_SLOTS, check_request
 
 _log = logging.getLogger(__name__)
 
@@ -95,17 +95,7 @@ class Engine:
         self.adapters = AdapterDesk(parts.adapters, self._loaded, doors)
         self._step_timer = StepTimer()
         self._sink = sink
-        self._limits = RequestLimits(
-            num_slots=config.num_slots,
-            vocab_size=parts.tokenizer.vocab_size,
-            context_tokens=plan.slot_context_tokens,
-            kv_pages=plan.kv_pages,
-            page_tokens=plan.page_tokens,
-            chunk_tokens=min(config.chunk_tokens, parts.runner.max_chunk),
-            embeds=config.embeds,
-            is_encoder=parts.runner.max_texts > 0,
-            has_head=parts.head is not None,
-        )
+        self._limits = request_limits(config, plan, parts)
         self.rebuilds = Rebuilds(
             self._rebuild_doors(parts), parts.runner, self._table, self._pages, parts.failpoints
         )

@@ -13,6 +13,7 @@ from engine.adapters.desk import NO_ADAPTERS, AdapterSetup
 from engine.adapters.loaded import LoadedAdapters
 from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
+from engine.memory.planner import MemoryPlan
 from engine.memory.split import MemoryLimits
 from engine.model.scoring import ScoringHead
 from engine.scheduling.parts import SchedulerParts
@@ -21,6 +22,7 @@ from engine.slots.engine_calls import EngineCalls
 from engine.slots.prefixes import prefix_root
 from engine.step import Runner
 from engine.types import EngineConfig, ExpertFigures, PoolInfo
+from engine.validation import RequestLimits
 
 
 def _draw_seed() -> int:
@@ -64,6 +66,21 @@ class EngineParts:
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     head: ScoringHead | None = None
     available_bytes: Callable[[], int | None] = _untold
+
+
+def request_limits(config: EngineConfig, plan: MemoryPlan, parts: EngineParts) -> RequestLimits:
+    """What an engine of these parts refuses a request for."""
+    return RequestLimits(
+        num_slots=config.num_slots,
+        vocab_size=parts.tokenizer.vocab_size,
+        context_tokens=plan.slot_context_tokens,
+        kv_pages=plan.kv_pages,
+        page_tokens=plan.page_tokens,
+        chunk_tokens=min(config.chunk_tokens, parts.runner.max_chunk),
+        embeds=config.embeds,
+        is_encoder=parts.runner.max_texts > 0,
+        has_head=parts.head is not None,
+    )
 
 
 def scheduler_parts(

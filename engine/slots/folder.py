@@ -57,6 +57,7 @@ class Temporary:
         self._name = name
         self._freeing = freeing
         self._replaced: int | None = None
+        self._is_freeing = False
 
     def publish(self, filename: str) -> None:
         """Makes it durable, then puts it in the place of `filename` in one step.
@@ -65,8 +66,12 @@ class Temporary:
             OSError: That failed. A failed fsync is not tried again: the system may have forgotten
                 the data by then, and the next one would claim that all is well.
         """
-        self._keep(filename)
+        self._hold(filename)
         os.fsync(self.descriptor)
+        if self._replaced is not None:
+            # Not before: who begins a file waits for this, and must not wait for the disk.
+            self._freeing.acquire()
+            self._is_freeing = True
         os.rename(self._name, filename, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.fsync(self._folder)
 
@@ -82,22 +87,18 @@ class Temporary:
         """
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
-        if self._replaced is None:
-            return
-        try:
+        if self._replaced is not None:
             with contextlib.suppress(OSError):
                 os.close(self._replaced)
-        finally:
+        if self._is_freeing:
             self._freeing.release()
 
-    def _keep(self, filename: str) -> None:
-        """Holds the file of that name, if there is one: freeing 200 MB takes a rename 40 ms."""
+    def _hold(self, filename: str) -> None:
+        """Opens the file of that name, if there is one: freeing 200 MB takes a rename 40 ms."""
         if sys.platform != "linux":
             return
         with contextlib.suppress(FileNotFoundError):
-            replaced = os.open(filename, _HOLD_FLAGS, dir_fd=self._folder)
-            self._freeing.acquire()
-            self._replaced = replaced
+            self._replaced = os.open(filename, _HOLD_FLAGS, dir_fd=self._folder)
 
 
 @dataclass(frozen=True)
