@@ -82,9 +82,9 @@ async def served(it: Serving) -> str:
 
 
 async def retired(loader: FakeLoader, *names: str) -> None:
-    """Waits until models were let go."""
+    """Waits until models were let go and their memory was given back."""
     async with asyncio.timeout(30):
-        while loader.closed != list(names):  # noqa: ASYNC110
+        while loader.closed != list(names) or loader.num_released < len(names):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
