@@ -78,7 +78,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     if request.slot_id is not None and not 0 <= request.slot_id < limits.num_slots:
         raise NoSuchSlot(request.slot_id, limits.num_slots)
     _check_adapters(request, limits)
-    _check_vocab(request.prompt, limits.vocab_size)
+    # What no context holds is refused for its length, not looked at.
+    _check_vocab(request.prompt[: limits.context_tokens], limits.vocab_size)
     _check_vocab(request.preserved_tokens, limits.vocab_size)
     _check_vocab((token_id for token_id, _ in request.sampling.logit_bias), limits.vocab_size)
     _check_budget(request)

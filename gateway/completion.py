@@ -28,6 +28,7 @@ from gateway.peer_json import Json
 from gateway.prompts import Prompt, check_vocabulary, read_prompts, tokenize_all
 from gateway.reply import with_ids
 from gateway.requests import Job, check_params, make_jobs, resolve
+from gateway.rpc_errors import context_overflow
 from gateway.run import Event, Run, Sample, timings_of
 from gateway.schema import CompletionParams, read_params
 from gateway.service import Metadata, Service
@@ -159,11 +160,28 @@ async def _prepare(
     service, facts, metadata = backend.service, backend.facts, backend.metadata
     resolved = await resolve(service, facts, params, metadata)
     tokens = await tokenize_all(service, prompts, metadata)
+    _check_all_fit(tokens, facts)
     shows_prompt = dialect.needs_prompt_text
     return await off_loop(
         lambda: make_jobs(facts, body, resolved, tokens, chat, shows_prompt=shows_prompt),
         weight=body_bytes,
     )
+
+
+def _check_all_fit(prompts: Sequence[tuple[int, ...]], facts: Facts) -> None:
+    """Refuses a body of several prompts before any of them has begun.
+
+    The service would refuse that prompt alone, and whether the others began would be a race.
+
+    Raises:
+        ApiError: a prompt is as long as the context of a slot.
+    """
+    context = facts.info.slot_context_tokens
+    if len(prompts) == 1 or not facts.info.features.generation:
+        return
+    for prompt in prompts:
+        if len(prompt) >= context:
+            raise context_overflow(len(prompt), context)
 
 
 async def _whole(work: _Work) -> Response:

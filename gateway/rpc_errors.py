@@ -131,6 +131,17 @@ def from_restore(error: ApiError) -> ApiError:
     return ApiError(_K.INVALID_REQUEST, words, headers=error.body.headers)
 
 
+def context_overflow(num_tokens: int, context_tokens: int) -> ApiError:
+    """A prompt that leaves no room for one token in a slot's context."""
+    message = (
+        f"request ({num_tokens} tokens) exceeds the available context size "
+        f"({context_tokens} tokens), try increasing it"
+    )
+    extra: dict[str, Json] = {"n_prompt_tokens": num_tokens, "n_ctx": context_tokens}
+    headers = {REASON_HEADER: "CONTEXT_OVERFLOW"}
+    return ApiError(_K.CONTEXT_SIZE, message, extra=extra, headers=headers)
+
+
 def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
     """Turns a failed call into the peer's error body and our cause."""
     details = refused(error)
@@ -139,10 +150,11 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
         kind = _BY_CODE.get(error.code(), ErrorKind.SERVER)
         return ApiError(kind, text, headers=_headers(details))
     kind, words = _BY_REASON[details.reason]
-    message, extra = words or text, dict[str, Json]()
+    message = words or text
     match details.reason:
         case "CONTEXT_OVERFLOW":
-            message, extra = _context_overflow(details.metadata)
+            told = details.metadata
+            return context_overflow(int(told["promptTokens"]), int(told["contextTokens"]))
         case "BAD_GRAMMAR":
             message = _bad_grammar(message, text, details.metadata)
         case "NOT_SUPPORTED" if details.metadata.get("feature") == _GENERATION:
@@ -153,7 +165,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
             message = _dead_end(details.metadata)
         case _:
             pass
-    return ApiError(kind, message, extra=extra, headers=_headers(details))
+    return ApiError(kind, message, headers=_headers(details))
 
 
 def _told(error: grpc.aio.AioRpcError, details: Refused) -> str:
@@ -185,15 +197,6 @@ def _headers(details: Refused) -> dict[str, str]:
     if details.retry_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(details.retry_s)))
     return headers
-
-
-def _context_overflow(metadata: Mapping[str, str]) -> tuple[str, dict[str, Json]]:
-    prompt, context = int(metadata["promptTokens"]), int(metadata["contextTokens"])
-    message = (
-        f"request ({prompt} tokens) exceeds the available context size ({context} tokens), "
-        "try increasing it"
-    )
-    return message, {"n_prompt_tokens": prompt, "n_ctx": context}
 
 
 def _bad_grammar(words: str, text: str, metadata: Mapping[str, str]) -> str:

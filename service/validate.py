@@ -80,7 +80,6 @@ def check_generate(request: generation_pb2.GenerateRequest, limits: Limits) -> N
         InvalidField: One field is out of range.
         InvalidFields: Several are.
         TokenNotInVocab: A token id at or past the end of the vocabulary.
-        ContextOverflow: More token ids than a slot's context holds.
     """
     faults = Faults()
     check_request_id(faults, request.request_id)
@@ -96,8 +95,10 @@ def check_generate(request: generation_pb2.GenerateRequest, limits: Limits) -> N
     faults.raise_if_any()
     check_vocab(request.preserved_tokens, limits.vocab_size)
     check_vocab(request.sampling.logit_bias, limits.vocab_size)
-    # Of eight million ids none is looked at: that would hold the event loop up for a second.
-    check_prompt(request.tokens.ids, limits)
+    # Of eight million ids none is looked at: that would hold the event loop up for a second. The
+    # engine refuses them for their number, and takes note of whose turn that was.
+    if len(request.tokens.ids) < limits.context_tokens:
+        check_vocab(request.tokens.ids, limits.vocab_size)
     check_vocab((trigger.token_id for trigger in request.grammar_triggers), limits.vocab_size)
 
 

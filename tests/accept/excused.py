@@ -46,6 +46,9 @@ _ADAPTER_SLOT = Excuse(
     "differs on purpose: a slot of another adapter set is left to that set", frozenset({"id_slot"})
 )
 _NOTHING_KEPT = Excuse("differs on purpose: an embedding keeps nothing in a slot", _REUSE)
+_NONE_BEGINS = Excuse(
+    "differs on purpose: of a body with a prompt that is too long none begins", _REUSE
+)
 _WITHHELD = Excuse("differs on purpose: what was withheld comes before the end of a stream")
 _PREEMPTION = Excuse("differs on purpose: requests wait for a full pool, none fails")
 
@@ -74,6 +77,7 @@ EXCUSED: Mapping[str, Mapping[str, Excuse]] = {
         "empty set is the server's": _ADAPTER_CACHE,
         **_each(_ADAPTER_SLOT, "one of them", "server set, changed"),
     },
+    "errors": {"stop: 5": _NONE_BEGINS},
     "embeddings_mean": {"completion on the same server": _NOTHING_KEPT},
     "pool_full": _each(_PREEMPTION, "two do not fit", "two do not fit, stream", "slots"),
     "stream": {"held back at the limit": _WITHHELD},

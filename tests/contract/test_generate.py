@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,3 +283,17 @@ async def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_looked_at
     async with serving() as it:
         failed = await failure(it.collect(request))
     assert failed.reason == "CONTEXT_OVERFLOW"
+
+
+async def test_a_prompt_that_is_too_long_counts_as_a_use_of_its_slot():
+    """As the peer's clients see it: the next prompt goes to the other slot."""
+    taken: list[int] = []
+    for comes_after_one in (False, True):
+        async with serving(config=replace(CONFIG, num_slots=2)) as it:
+            if comes_after_one:
+                request = GenerateRequest()
+                request.tokens.ids.extend([5] * CONFIG.context_tokens)
+                assert (await failure(it.collect(request))).reason == "CONTEXT_OVERFLOW"
+            answer = await it.collect(GenerateRequest(text="x", max_tokens=1))
+            taken.append(answer[0].started.slot_id)
+    assert sorted(taken) == [0, 1]

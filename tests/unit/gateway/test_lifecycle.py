@@ -118,6 +118,19 @@ async def test_every_call_of_a_batch_is_cancelled_when_one_fails(
     await short.was_cancelled.wait()
 
 
+async def test_no_prompt_of_a_body_begins_if_one_is_too_long(
+    client: httpx.AsyncClient, service: FakeService
+):
+    too_long = [5] * service.info.slot_context_tokens
+    response = await client.post("/completion", json={"prompt": ["A", too_long], "n_predict": 1})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "exceed_context_size_error"
+    assert error["n_prompt_tokens"] == error["n_ctx"] == len(too_long)
+    assert response.headers["x-kvarts-reason"] == "CONTEXT_OVERFLOW"
+    assert not service.calls
+
+
 async def test_no_more_calls_than_slots_are_open_for_one_body(
     client: httpx.AsyncClient, service: FakeService
 ):
