@@ -63,7 +63,5 @@ class Strings(Sequence[bytes]):
             one == another for one, another in zip(self, others, strict=True)
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Strings({list(self)!r})"

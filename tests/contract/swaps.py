@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.contract.serving import (
 )
 from tests.fake_text import FakeTokenizer
 from tests.loaders import FakeLoader
+from tests.waiting import until, until_so
 
 LoadModelRequest = model_pb2.LoadModelRequest
 OLD, NEW = "old.gguf", "new.gguf"
@@ -83,9 +83,7 @@ async def served(it: Serving) -> str:
 
 async def retired(loader: FakeLoader, *names: str) -> None:
     """Waits until models were let go and their memory was given back."""
-    async with asyncio.timeout(30):
-        while loader.closed != list(names) or loader.num_released < len(names):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_so(lambda: loader.closed == list(names) and loader.num_released >= len(names))
 
 
 async def all_replies(it: Serving, request: LoadModelRequest) -> list[Any]:
@@ -93,12 +91,8 @@ async def all_replies(it: Serving, request: LoadModelRequest) -> list[Any]:
 
 
 async def until_loading(loader: FakeLoader) -> None:
-    async with asyncio.timeout(30):
-        while not loader.orders:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_so(lambda: bool(loader.orders))
 
 
 async def until_unready(it: Serving) -> None:
-    async with asyncio.timeout(30):
-        while await it.status() == 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(it.status, lambda status: status != 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from kvarts.v1 import common_pb2, generation_pb2, model_pb2, slot_pb2, tokenizat
 
 from tests.contract.serving import CONFIG, Serving, serving
 from tests.fakes import FakeClock
+from tests.waiting import until
 
 Call = Callable[[Serving], Awaitable[Any]]
 
@@ -45,10 +46,7 @@ async def _erase(it: Serving) -> Any:
 async def _fall_asleep(it: Serving, clock: FakeClock) -> None:
     assert not await _is_asleep(it)
     clock.advance(1)
-    # Nothing announces it but the state itself.
-    async with asyncio.timeout(30):
-        while not await _is_asleep(it):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(partial(_is_asleep, it), bool)
 
 
 @pytest.mark.parametrize("call", [_generate, _tokenize, _detokenize, _render, _erase])

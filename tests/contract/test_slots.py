@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.contract.serving import (
     serving,
 )
 from tests.contract.test_lifecycle import BreakableClock
+from tests.waiting import until_so
 
 Code = grpc.StatusCode
 NAME = "a.slot"
@@ -66,12 +67,6 @@ async def _awaited(call: Awaitable[Any]) -> Any:
     return await call
 
 
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 (what is waited for knows no event loop)
-            await asyncio.sleep(0.001)
-
-
 PROMPT = list(range(20, 60))
 
 
@@ -81,18 +76,18 @@ async def test_save_restart_restore_and_go_on(tmp_path: Path):
         saved = await it.slots.SaveSlot(Save(slot_id=0, filename=NAME))
         assert (saved.slot_id, saved.filename, saved.saved_tokens) == (0, NAME, 42)
         assert saved.size_bytes == (tmp_path / NAME).stat().st_size
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
     async with serving(slot_save_path=str(tmp_path)) as it:
         restored = await it.slots.RestoreSlot(Restore(slot_id=2, filename=NAME))
         assert (restored.slot_id, restored.restored_tokens) == (2, 42)
         assert restored.size_bytes == saved.size_bytes
         # Lists read what was published after a step; the answer may come a moment earlier.
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
         slot = (await it.slots.ListSlots(slot_pb2.ListSlotsRequest())).slots[2]
         assert (slot.held_tokens, slot.state) == (42, slot_pb2.SLOT_STATE_IDLE)
         finished = await _finished(it, _ask([*PROMPT, 61], 2))
         assert finished.cached_tokens == 40
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +120,7 @@ async def test_a_prompt_is_warmed_and_saved_in_one_call(
         slot = (await it.slots.ListSlots(slot_pb2.ListSlotsRequest())).slots[1]
         assert slot.held_tokens == num_tokens
         assert (tmp_path / NAME).read_bytes()[:100] == (tmp_path / "b").read_bytes()[:100]
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
 
 
 async def test_a_prompt_of_no_tokens_is_refused_and_writes_nothing(tmp_path: Path):
@@ -186,7 +181,7 @@ async def test_a_busy_slot_is_waited_for_within_the_deadline_or_refused(tmp_path
         await it.commanded("transfer_slot")
         gate.open()
         assert (await asked).saved_tokens == (await running).held_tokens
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +210,7 @@ async def test_damaged_files_are_refused_by_reason(
         assert failed.metadata["filename"] == name
         assert str(tmp_path) not in failed.text
         assert (await _finished(it, _ask([*PROMPT, 61]))).cached_tokens == 40
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
 
 
 async def test_state_of_another_model_or_longer_is_refused(tmp_path: Path):
@@ -243,7 +238,7 @@ async def test_the_identity_is_waited_for_within_the_deadline(tmp_path: Path):
         failed = await failure(it.slots.RestoreSlot(Restore(slot_id=0, filename=NAME)))
         assert failed.reason == "SLOT_FILE_NOT_FOUND"
         asked = asyncio.create_task(_awaited(it.slots.SaveSlot(Save(slot_id=0, filename=NAME))))
-        await _until(lambda: identity.num_waiting > 0)
+        await until_so(lambda: identity.num_waiting > 0)
         identity.run()
         assert (await asked).saved_tokens == 42
 
@@ -294,7 +289,7 @@ async def test_keys_do_not_see_each_others_slots_and_files(tmp_path: Path):
             assert (failed.code, failed.reason) == (Code.NOT_FOUND, "SLOT_FILE_NOT_FOUND")
         await it.slots.RestoreSlot(Restore(slot_id=1, filename=NAME), **one)
         assert (await _finished(it, _ask([*PROMPT, 61], 1), **two)).cached_tokens == 0
-        await _until(it.is_clean)
+        await until_so(it.is_clean)
 
 
 async def test_the_admin_restores_a_users_state_to_the_user(tmp_path: Path):
@@ -471,4 +466,4 @@ async def test_a_clock_that_leaps_by_a_day_changes_no_duration(
         assert len((await it.slots.ListSlotFiles(Files())).files) == 1
         wall.offset_s = 0.0
         assert (await _finished(it, _ask([*PROMPT, 61], 2), timeout=60)).cached_tokens == 40
-        await _until(it.is_clean)
+        await until_so(it.is_clean)

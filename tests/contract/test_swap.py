@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -52,6 +53,7 @@ from tests.contract.swaps import (
 from tests.contract.test_metrics import scrape
 from tests.fakes import FakeClock
 from tests.loaders import TIGHT, FakeLoader
+from tests.waiting import until, until_so
 
 SAVE = slot_pb2.SaveSlotRequest(slot_id=0, filename="a")
 SHAPES = {"blk.0.attn_q.weight": (4, 4)}
@@ -248,9 +250,7 @@ async def test_who_goes_away_while_it_loads_stops_it(loader: FakeLoader) -> None
         )
         call.cancel()
         loader.gate.set()
-        async with asyncio.timeout(30):
-            while await _is_busy(it):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(partial(_is_busy, it), lambda is_busy: not is_busy)
         assert await served(it) == OLD
         # What was loaded in that moment is let go.
         assert loader.closed == [NEW] * len(loader.engines)
@@ -273,9 +273,7 @@ async def test_who_goes_away_after_the_old_model_gets_the_new_one(loader: FakeLo
         await until_loading(loader)
         call.cancel()
         loader.gate.set()
-        async with asyncio.timeout(30):
-            while await it.status() != 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(it.status, lambda status: status == 1)
         assert await said(it) == LETTERS[B] * 4
 
 
@@ -324,9 +322,7 @@ async def test_adapters_keep_their_ids_and_scales_also_after_sleep(
         set_ = lora_pb2.SetAdapterScalesRequest(scales=common_pb2.AdapterScales(scales=scales))
         before = (await it.lora.SetAdapterScales(set_)).adapters
         clock.advance(1)
-        async with asyncio.timeout(30):
-            while not it.engine.snapshot().is_asleep:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until_so(lambda: it.engine.snapshot().is_asleep)
         await load(it)
         after = await it.lora.ListAdapters(lora_pb2.ListAdaptersRequest())
         assert [(a.id, a.name, a.path, a.scale) for a in after.adapters] == [

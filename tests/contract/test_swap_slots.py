@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.contract.swaps import (
     swapping,
 )
 from tests.loaders import FakeLoader
+from tests.waiting import until
 
 
 @pytest.fixture(name="loader")
@@ -48,9 +50,7 @@ async def held(it: Serving) -> dict[int, int]:
 
 
 async def restored(it: Serving, expected: dict[int, int]) -> None:
-    async with asyncio.timeout(30):
-        while await held(it) != expected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(partial(held, it), lambda tokens: tokens == expected)
 
 
 async def cached(it: Serving, text: str) -> int:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from tests.contract.swaps import (
 )
 from tests.contract.test_metrics import codes, scrape
 from tests.loaders import FakeLoader
+from tests.waiting import until, until_so
 
 TOKENIZE = tokenization_pb2.TokenizeRequest(text="ab")
 EMBED = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="ab")])
@@ -70,9 +72,7 @@ async def draining(
 async def until_waiting(it: Serving, count: int) -> None:
     """Waits until so many calls wait for a model."""
     room = it.server.waiting_room
-    async with asyncio.timeout(30):
-        while room.num_calls != count:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_so(lambda: room.num_calls == count)
 
 
 async def test_calls_that_arrive_during_a_change_wait_and_run_on_the_new_model(
@@ -132,9 +132,7 @@ async def test_who_waits_for_a_model_may_give_up(loader: FakeLoader) -> None:
         await running
         await changing
         wanted = {"OK": 1, "DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
-        async with asyncio.timeout(30):
-            while codes(await scrape(it)) != wanted:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(partial(scrape, it), lambda scraped: codes(scraped) == wanted)
 
 
 async def test_who_waits_goes_on_on_the_old_model_if_it_stays(loader: FakeLoader) -> None:

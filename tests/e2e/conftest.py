@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from tests.e2e.programs import Program, running
-from tests.e2e.rpc import Client, client, until
+from tests.e2e.rpc import Client, client
 from tests.ggufs import TinyLlama, tools_tokenizer, write_llama
+from tests.waiting import until
 
 KEY = "e2e-key"
 NUM_SLOTS = 8

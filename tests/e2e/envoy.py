@@ -20,7 +20,7 @@ import yaml
 
 from tests.certificates import Certificates
 from tests.e2e.programs import END_S
-from tests.e2e.rpc import until
+from tests.waiting import until
 
 _EXAMPLE = Path(__file__).parents[2] / "deploy" / "envoy" / "envoy.yaml"
 

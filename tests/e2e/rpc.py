@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,6 +15,8 @@ from kvarts.v1 import (
     slot_pb2,
     slot_pb2_grpc,
 )
+
+from tests.waiting import until
 
 # A hang guard; a slot is freed within a step or two.
 PATIENCE_S = 60.0
@@ -70,15 +70,6 @@ class Client:
 
 def _is_idle(info: model_pb2.ServerInfo) -> bool:
     return not info.gauges.running_requests and not info.gauges.queued_requests
-
-
-async def until(read: Callable[[], Awaitable[T]], holds: Callable[[T], bool]) -> T:
-    """Reads again and again until the value is as wanted; returns it."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds(value := await read()):
-        assert time.monotonic() < deadline_s, f"still: {value}"
-        await asyncio.sleep(_POLL_S)
-    return value
 
 
 @asynccontextmanager

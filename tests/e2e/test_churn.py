@@ -16,7 +16,7 @@ from kvarts.v1 import model_pb2, model_pb2_grpc
 from tests.certificates import Certificates, needs_openssl
 from tests.e2e.conftest import Start
 from tests.e2e.programs import Program
-from tests.e2e.rpc import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_openssl]
 

@@ -15,7 +15,8 @@ import pytest
 
 from tests.e2e.conftest import Start, healthy, http_client
 from tests.e2e.programs import Program
-from tests.e2e.rpc import Client, client, until
+from tests.e2e.rpc import Client, client
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,8 @@ from tests.e2e.raw_http2 import (
     frame,
     reset,
 )
-from tests.e2e.rpc import Client, client, until
+from tests.e2e.rpc import Client, client
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,8 @@ import pytest
 from kvarts.v1 import generation_pb2, model_pb2
 
 from tests.e2e.conftest import KEY, NUM_SLOTS, Server
-from tests.e2e.rpc import Client, until
+from tests.e2e.rpc import Client
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

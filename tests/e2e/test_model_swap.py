@@ -16,8 +16,9 @@ from kvarts.v1 import common_pb2, generation_pb2, model_pb2
 
 from tests.e2e.conftest import Start, healthy, http_client
 from tests.e2e.programs import Program
-from tests.e2e.rpc import Client, client, until
+from tests.e2e.rpc import Client, client
 from tests.ggufs import TinyLlama, write_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

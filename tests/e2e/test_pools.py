@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.conftest import NUM_SLOTS, SLOT_TOKENS, Start, healthy, http_client
 from tests.e2e.programs import Program
-from tests.e2e.rpc import until
+from tests.waiting import until
 
 BUDGET_MIB = 700
 # Check 26: what a budget leaves to whatever comes with load.

@@ -32,8 +32,9 @@ from service.server import READY_SERVICE
 from tests.contract.serving import read_failure
 from tests.e2e.conftest import NUM_SLOTS, Start
 from tests.e2e.programs import Program
-from tests.e2e.rpc import Client, client, until
+from tests.e2e.rpc import Client, client
 from tests.e2e.test_process import ended, ready
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from gateway.reload import Reloads
 from gateway.service import connect
 from gateway.tracing import PASSED_ON, Spans
 from tests.unit.gateway.fake_service import FakeService
+from tests.waiting import until
 
 Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
@@ -77,15 +79,13 @@ async def serving(
 async def until_ready(client: httpx.AsyncClient, prefix: str = "", status: int = 200) -> None:
     """Waits until health answers with the status."""
     headers = {"authorization": "Bearer key"}
-    # There is nothing to wait on but the answer itself.
-    while (await client.get(f"{prefix}/health", headers=headers)).status_code != status:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    read = partial(client.get, f"{prefix}/health", headers=headers)
+    await until(read, lambda reply: reply.status_code == status)
 
 
 async def until_changing(client: httpx.AsyncClient) -> None:
     """Waits until health tells of another model; that nothing is ready it may tell before."""
-    while "Loading model" not in (await client.get("/health")).text:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(partial(client.get, "/health"), lambda reply: "Loading model" in reply.text)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from kvarts.v1 import model_pb2
 
 from tests.unit.gateway.conftest import Serve
 from tests.unit.gateway.fake_service import FakeService, failing
+from tests.waiting import until
 
 PATH = "/admin/models/load"
 
@@ -106,6 +107,5 @@ async def test_a_model_that_somebody_else_loaded_is_known(
     async with serve() as client:
         service.model = model_pb2.Model(id="next")
         await service.tell_tenure("next")
-        async with asyncio.timeout(30):
-            while (await client.get("/v1/models")).json()["data"][0]["id"] != "next":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        read = partial(client.get, "/v1/models")
+        await until(read, lambda reply: reply.json()["data"][0]["id"] == "next")

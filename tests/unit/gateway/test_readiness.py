@@ -18,6 +18,7 @@ from gateway.options import GatewayOptions
 from gateway.readiness import Readiness
 from gateway.service import connect
 from tests.unit.gateway.fake_service import FakeService, failing
+from tests.waiting import until_so
 
 # More tries than a gateway makes in the time that one warning is said to last.
 NUM_TRIES = 4
@@ -106,9 +107,7 @@ async def test_another_cause_is_told_at_once_and_readiness_comes(
         service.refusals.clear()
         while await service.model_calls.get() != "GetServerInfo":
             pass
-        # There is nothing to wait on but the answer itself.
-        while readiness.facts is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until_so(lambda: readiness.facts is not None)
 
 
 async def test_a_service_that_is_away_is_nothing_to_warn_of(
@@ -188,6 +187,4 @@ async def test_an_unexpected_fault_is_told_once_and_does_not_end_the_watch(
         assert warnings(caplog) == ["not ready: an unexpected fault; trying again"]
         assert "a fact that is not there" in caplog.text
         is_broken = False
-        # There is nothing to wait on but the answer itself.
-        while readiness.facts is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until_so(lambda: readiness.facts is not None)
