@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import grpc
 from kvarts.v1 import (
@@ -18,11 +17,6 @@ from kvarts.v1 import (
 
 from tests.waiting import until
 
-# A hang guard; a slot is freed within a step or two.
-PATIENCE_S = 60.0
-_POLL_S = 0.02
-
-T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 
