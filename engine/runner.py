@@ -271,10 +271,18 @@ class JaxRunner:
         return weights.with_experts(self._spec, pool.view, num_slots)
 
     def warm(self) -> None:
-        """Runs the programs of short steps once on padding."""
-        for bucket in self._programs.buckets():
-            if bucket.chunk <= LONG_CHUNK:
-                self._call(bucket, self._programs.packed(bucket).pack(StepBatch((), None)))()
+        """Runs the programs of short steps once on padding.
+
+        Raises:
+            ModelFileError, OSError: An expert that this needed cannot be read.
+        """
+        try:
+            for bucket in self._programs.buckets():
+                if bucket.chunk <= LONG_CHUNK:
+                    self._call(bucket, self._programs.packed(bucket).pack(StepBatch((), None)))()
+        except PoolLost as lost:
+            experts = self._weights.experts
+            raise (experts and experts.pool.store.failure) or lost from None
 
     def give_back(self) -> None:
         """See `engine.step.Resizable`."""

@@ -126,6 +126,8 @@ class ExpertStore:
         self._stall_s = 0.0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="experts")
         self._ahead: Future[None] | None = None
+        # Why `ensure` failed last: programs that call it say no more than that they failed.
+        self.failure: Exception | None = None
         self.take(np.zeros((0, shape.slot_bytes), np.uint8))
 
     def take(self, slots: Bytes, held: Sequence[Expert] = ()) -> None:
@@ -211,6 +213,13 @@ class ExpertStore:
             OSError: The file cannot be read.
             ModelFileError: It is not what it was when it was opened.
         """
+        try:
+            self._ensure(layer, experts, is_long=is_long)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _ensure(self, layer: int, experts: Sequence[int], *, is_long: bool) -> None:
         started = time.perf_counter()
         self._wait_for_ahead()
         missing = [e for e in experts if self.slot_of[layer, e] < 0]

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from engine.errors import ModelFileError
 from engine.model.expert_pool import ExpertPool
 from engine.runner import JaxRunner
 from engine.step import RowLogits, StepBatch
-from tests.families import FAMILIES, VOCAB, TinyExperts, write_family
+from tests.families import FAMILIES, VOCAB, TinyExperts, family_tensors, write_family
 from tests.native import requires_native
 from tests.runners import Lane, decode, open_runner, prefill
 
@@ -178,3 +179,16 @@ def test_a_file_that_fails_while_the_pool_grows_is_undone_by_another_size(
     runner.allocate_pools(old)
     for row, before in zip(follow(runner), expected, strict=True):
         np.testing.assert_array_equal(row, before)
+
+
+@pytest.mark.parametrize("is_native", PATHS)
+def test_an_expert_that_is_damaged_refuses_the_model_while_it_warms_up(
+    is_native: bool, tmp_path: Path
+) -> None:
+    """Only a step that needs it reads it, and a program can say no more than that it failed."""
+    name = "blk.0.ffn_down_exps.weight"
+    damaged = family_tensors(MODELS["gpt-oss"])[name].copy()
+    damaged[..., 0, 0] = np.nan
+    path = write_family(tmp_path / "m.gguf", MODELS["gpt-oss"], {name: damaged})
+    with pytest.raises(ModelFileError, match=f"tensor '{name}' has a"):
+        open_runner(path, is_native=is_native, expert_slots=9).warm_up()
