@@ -4,6 +4,8 @@ PORT ?= 8080
 GRPC_PORT ?= 50051
 SHARED ?= ../shared
 ARGS ?=
+# How many of them `make survivors` asks for, or `--only SEED NUMBER`.
+SURVIVORS ?= 2000
 # Files of tests side by side; a worker holds jax and what it compiled, so not one for each of many cores.
 WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 UV := $(shell command -v uv 2>/dev/null)
@@ -18,8 +20,9 @@ PROTOS := $(wildcard proto/kvarts/v1/*.proto)
 KERNELS := $(wildcard engine/kernels/native/*.cc engine/kernels/native/*.h)
 
 RELEASE := $(VENV)/release
+LOCKED := $(VENV)/locked
 
-.PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize breaking \
+.PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize survivors breaking \
 	lock sbom audit reproducible clean
 
 setup: $(READY)
@@ -73,11 +76,12 @@ e2e: setup
 bench: setup
 	$(PY) -m tests.bench $(ARGS)
 
-# Longer searches, 100 rebuilds under streams, servers killed amid saves and rebuilds, and ten minutes of
-# clients whose history is checked.
-nightly: setup audit
+# Longer searches, damaged models under sanitizers, 100 rebuilds under streams, servers killed amid saves
+# and rebuilds, and ten minutes of clients whose history is checked.
+nightly: setup survivors
 	REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 HISTORY_MINUTES=10 \
 		$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
+	$(MAKE) audit
 
 # 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.
 device: setup
@@ -86,6 +90,10 @@ device: setup
 # The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: setup
 	$(PY) -m tests.sanitize $(ARGS)
+
+# Damaged models that load all the same, on such kernels, until so many of them have said something.
+survivors: setup
+	$(PY) -m tests.sanitize survivors $(SURVIVORS)
 
 breaking: $(READY)
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { echo "no tag yet: nothing to compare with"; exit 0; }; \
@@ -103,14 +111,24 @@ lock: $(RELEASE)/.ready
 		--no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
 		--output-file deploy/requirements.lock pyproject.toml
 
-# A CycloneDX bill of what is installed in the environment.
-sbom: $(RELEASE)/.ready
+# What a deployment installs, as it does.
+$(LOCKED)/.ready: deploy/requirements.lock $(READY)
+	rm -rf $(LOCKED)
+	$(PY) -m venv $(LOCKED)
+	$(LOCKED)/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: \
+		--requirement deploy/requirements.lock
+	touch $@
+
+# A CycloneDX bill of that, which must be what is installed and what the lock says.
+sbom: $(RELEASE)/.ready $(LOCKED)/.ready
 	mkdir -p dist
 	$(RELEASE)/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
-		--output-file dist/kvarts.cdx.json $(PY)
+		--output-file dist/kvarts.cdx.json $(LOCKED)/bin/python
+	$(PY) -m tests.bill dist/kvarts.cdx.json $(LOCKED)/bin/python --lock deploy/requirements.lock
 
+# Strict: a package that the database does not know, or cannot be asked about, is no pass.
 audit: $(RELEASE)/.ready
-	$(RELEASE)/bin/pip-audit --require-hashes --disable-pip --requirement deploy/requirements.lock
+	$(RELEASE)/bin/pip-audit --strict --require-hashes --disable-pip --requirement deploy/requirements.lock
 
 # The wheel twice, in two folders: the same bytes.
 reproducible: $(READY)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from tests.ggufs import FloatArray, write_gguf
+from tests.ggufs import FloatArray, encode, write_gguf
 
 WIDTH, NUM_HEADS, NUM_KV_HEADS, HIDDEN, VOCAB = 64, 4, 2, 96, 300
 CONTEXT, SHORT_CONTEXT = 512, 256
@@ -179,15 +180,26 @@ def write_family(
     extra: Mapping[str, FloatArray] | None = None,
     *,
     has_tokenizer: bool = False,
+    ggml_type: Type = Type.F32,
 ) -> Path:
-    """Writes a model, and `extra` tensors; a key of None is left out."""
+    """Writes a model, and `extra` tensors; a key of None is left out.
+
+    Matrices whose rows are whole blocks of `ggml_type` are of it, all else is float32.
+    """
     keys = {f"{model.architecture}.{name}": value for name, value in _keys(model).items()}
     present = {name: value for name, value in keys.items() if value is not None}
     if has_tokenizer:
         present |= byte_tokenizer(VOCAB)
     tensors = family_tensors(model) | dict(extra or {})
-    stored = {name: (values, Type.F32) for name, values in tensors.items()}
+    types = {name: _type_of(name, values, ggml_type) for name, values in tensors.items()}
+    stored = {name: (encode(tensors[name], kind), kind) for name, kind in types.items()}
     return write_gguf(path, present, stored, architecture=model.architecture)
+
+
+def _type_of(name: str, values: FloatArray, wanted: Type) -> Type:
+    is_matrix = values.ndim > 1 and name.endswith(".weight") and "_inp." not in name
+    fits = values.shape[-1] % GGML_QUANT_SIZES[wanted][0] == 0
+    return wanted if is_matrix and fits else Type.F32
 
 
 def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
