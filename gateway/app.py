@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler
 
-from gateway.completion import Backend
+from gateway.backend import Backend
 from gateway.connection import ClientGone, Connection, json_response
-from gateway.errors import ApiError, ErrorKind, server_fault
+from gateway.errors import ApiError, ErrorKind, ModelChanged, server_fault
 from gateway.exchange import Exchange, Handler
 from gateway.gates import Gates, presented_key
 from gateway.keys import Keys
@@ -39,6 +39,8 @@ from gateway.vertex import vertex_routes
 
 # Nobody reads it: the connection is closed.
 _CLIENT_GONE_STATUS = 499
+# So often a request is made anew for another model; a service where it goes on changes too fast.
+_MAX_CHANGES = 3
 
 
 def make_app(
@@ -117,6 +119,15 @@ def _endpoint(
     async def endpoint(request: Request) -> Response | EventStream:
         request.scope[ROUTE] = path
         connection = Connection(request, options.timeout_s)
+        for _ in range(_MAX_CHANGES):
+            try:
+                return await answered(request, connection)
+            except ModelChanged:
+                # Nothing was sent yet, and what is known is of a model that has gone.
+                await readiness.renew()
+        return await answered(request, connection)
+
+    async def answered(request: Request, connection: Connection) -> Response | EventStream:
         if readiness.change.is_on and waits:
             await readiness.change.wait(connection)
         facts = readiness.facts

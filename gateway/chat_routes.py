@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from gateway import anthropic_body, responses_body
 from gateway.anthropic import MessagesDialect
+from gateway.backend import Backend
 from gateway.chat_body import ChatBody, ChatServer, read_chat_body, without_generation_prompt
-from gateway.completion import Backend, complete
+from gateway.completion import complete
 from gateway.exchange import Exchange
 from gateway.fields import lenient_flag, members_of
 from gateway.off_loop import off_loop

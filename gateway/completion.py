@@ -19,6 +19,7 @@ from kvarts.v1 import common_pb2, generation_pb2
 from starlette.responses import Response
 
 from gateway import probabilities
+from gateway.backend import Backend
 from gateway.connection import Connection, json_response
 from gateway.dialect import Dialect, Outcome, Step
 from gateway.errors import ApiError, FieldError, invalid
@@ -31,22 +32,12 @@ from gateway.requests import Job, check_params, make_jobs, resolve
 from gateway.rpc_errors import context_overflow
 from gateway.run import Event, Run, Sample, timings_of
 from gateway.schema import CompletionParams, read_params
-from gateway.service import Metadata, Service
 from gateway.sse import EventStream
 
 T = TypeVar("T")
 
 # What a listed token comes to in an answer, roughly.
 _PROBABILITY_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Where requests go: the service, what is known of it, and this client's credentials."""
-
-    service: Service
-    facts: Facts
-    metadata: Metadata
 
 
 @dataclass(frozen=True)
@@ -82,9 +73,8 @@ class _Work:
             return {}
         stops = list(dict.fromkeys(params.stop))
         tokens = await tokenize_all(
-            self.backend.service,
+            self.backend,
             [Prompt((stop,)) for stop in stops],
-            self.backend.metadata,
             add_special=False,
             parse_special=False,
         )
@@ -157,9 +147,9 @@ async def _prepare(
     chat: common_pb2.ChatPrompt | None,
     dialect: Dialect,
 ) -> list[Job]:
-    service, facts, metadata = backend.service, backend.facts, backend.metadata
-    resolved = await resolve(service, facts, params, metadata)
-    tokens = await tokenize_all(service, prompts, metadata)
+    facts = backend.facts
+    resolved = await resolve(backend, params)
+    tokens = await tokenize_all(backend, prompts)
     _check_all_fit(tokens, facts)
     shows_prompt = dialect.needs_prompt_text
     return await off_loop(

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 100 << 20
 _JSON = "application/json; charset=utf-8"
+_UNREAD = object()
 
 
 class ClientGone(Exception):
@@ -33,7 +34,9 @@ class Connection:
         self._request = request
         self.stall_s = stall_s
         self.body_bytes = 0
+        self._is_read = False
         self._kept: bytes | None = None
+        self._value: Any = _UNREAD
 
     async def body(self) -> bytes:
         """Reads the whole body, or gives away the one that was kept.
@@ -48,10 +51,15 @@ class Connection:
     async def keep_body(self, take: Callable[[int], None]) -> None:
         """Reads the body ahead, for `body` to give; `take` hears of each part's bytes.
 
+        A body that was read before is only told of.
+
         Raises:
             ApiError: as `body`, or whatever `take` raises.
             ClientGone: the client left.
         """
+        if self._is_read:
+            take(self.body_bytes)
+            return
         self._kept = await self._read(take)
 
     async def _read(self, take: Callable[[int], None]) -> bytes:
@@ -75,19 +83,22 @@ class Connection:
             take(len(part))
             parts.append(part)
             if not message.get("more_body", False):
+                self._is_read = True
                 return b"".join(parts)
 
     async def json(self) -> Any:
-        """Reads the body as JSON; whatever is wrong with it is the peer's 500.
+        """Reads the body as JSON, the same value each time; what is wrong is the peer's 500.
 
         Raises:
             ApiError: it is no JSON, too long, or did not arrive.
             ClientGone: the client left.
         """
-        try:
-            return peer_json.read(await self.body())
-        except peer_json.UnreadableJson as error:
-            raise server_fault(str(error)) from error
+        if self._value is _UNREAD:
+            try:
+                self._value = peer_json.read(await self.body())
+            except peer_json.UnreadableJson as error:
+                raise server_fault(str(error)) from error
+        return self._value
 
     async def while_connected(self, work: Awaitable[T]) -> T:
         """Awaits work, cancelling it when the client leaves. The body must have been read.

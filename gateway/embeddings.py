@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvarts.v1 import common_pb2, embedding_pb2
 from starlette.responses import Response
 
-from gateway.completion import Backend
+from gateway.backend import Backend
 from gateway.connection import json_response
 from gateway.errors import ApiError, ErrorKind, invalid, not_supported, server_fault, wrong_type
 from gateway.exchange import Exchange
@@ -66,7 +66,7 @@ async def embeddings_of(
     results: list[embedding_pb2.Embedding] = []
     row_bytes = _FLOAT_BYTES * max(1, backend.facts.model.embedding_size)
     for batch in _batches(inputs, rows, _MAX_REPLY_BYTES // row_bytes):
-        request = embedding_pb2.EmbedRequest(inputs=batch)
+        request = embedding_pb2.EmbedRequest(inputs=batch, vocabulary=backend.vocabulary)
         if norm is not None:
             request.norm = norm
         call = backend.service.embedding.Embed(request, metadata=backend.metadata)
@@ -108,7 +108,7 @@ async def _embed(exchange: Exchange, *, is_native: bool) -> Response:
 async def _results(
     backend: Backend, asked: _Asked, *, is_pooled: bool
 ) -> list[embedding_pb2.Embedding]:
-    tokens = await tokenize_all(backend.service, asked.prompts, backend.metadata)
+    tokens = await tokenize_all(backend, asked.prompts)
     if any(not ids for ids in tokens):
         raise invalid("Input content cannot be empty")
     inputs = [embedding_pb2.EmbedInput(tokens=common_pb2.TokenIds(ids=ids)) for ids in tokens]

@@ -77,6 +77,10 @@ class ApiError(Exception):
         self.body = ErrorBody(kind, message, extra or {}, headers or {})
 
 
+class ModelChanged(ApiError):
+    """The service refused token ids of the model that it served before: make them anew."""
+
+
 def invalid(message: str) -> ApiError:
     """A request that the client must change: 400."""
     return ApiError(ErrorKind.INVALID_REQUEST, message)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.completion import Backend
+from gateway.backend import Backend
 from gateway.connection import Connection
 from gateway.options import GatewayOptions
 from gateway.reload import Reloads

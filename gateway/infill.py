@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from starlette.responses import Response
 
-from gateway.completion import Backend, complete
+from gateway.backend import Backend
+from gateway.completion import complete
 from gateway.connection import Connection
 from gateway.errors import invalid, not_supported, server_fault
 from gateway.exchange import Exchange
@@ -175,11 +176,9 @@ async def _tokens(
     # Each piece is tokenised alone: a text of SPM vocabularies begins with a space of its own.
     prompts = [parts.prefix, parts.suffix, *(Prompt((piece,)) for piece in parts.pieces)]
     prefix, suffix, *extra = await tokenize_all(
-        backend.service, prompts, backend.metadata, add_special=False, parse_special=False
+        backend, prompts, add_special=False, parse_special=False
     )
-    (prompt,) = await tokenize_all(
-        backend.service, [parts.prompt], backend.metadata, add_special=False
-    )
+    (prompt,) = await tokenize_all(backend, [parts.prompt], add_special=False)
     flat = [token for piece in extra for token in piece]
     return _laid_out(backend.facts, layout, (prefix, suffix, prompt), flat)
 

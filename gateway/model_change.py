@@ -19,13 +19,17 @@ HOLD_LIMIT_S = 1800.0
 
 
 class ModelChange:
-    """One change after another; requests that wait go on when it is over, whatever came of it."""
+    """One change after another; requests that wait go on when none is on, whatever came of it.
+
+    `num_told` counts how often a change was said to be on.
+    """
 
     def __init__(self, limit_s: float = HOLD_LIMIT_S) -> None:
         """`limit_s` is the longest that one request waits."""
         self._limit_s = limit_s
         self._is_over = asyncio.Event()
         self._is_over.set()
+        self.num_told = 0
         self._max_requests = 0
         self._max_bytes = 0
         self._num_requests = 0
@@ -43,6 +47,7 @@ class ModelChange:
 
     def begin(self, info: model_pb2.ServerInfo) -> None:
         """The old model takes nothing new; `info` is what it told of its queue."""
+        self.num_told += 1
         if self.is_on:
             return
         self._max_requests = info.queue_limit
@@ -54,7 +59,7 @@ class ModelChange:
         self._is_over.set()
 
     async def wait(self, connection: Connection) -> None:
-        """Reads the body and holds the request until the change is over.
+        """Reads the body and holds the request until no change is on.
 
         Raises:
             ApiError: Too many wait already, it takes too long, or the body is refused.
@@ -64,7 +69,9 @@ class ModelChange:
             await connection.keep_body(take)
             try:
                 async with asyncio.timeout(self._limit_s):
-                    await connection.while_connected(self._is_over.wait())
+                    # The next one may have begun before this request has its turn.
+                    while self.is_on:
+                        await connection.while_connected(self._is_over.wait())
             except TimeoutError as error:
                 raise _later("Loading model", "MODEL_LOADING") from error
 

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 from kvarts.v1 import tokenization_pb2
 
+from gateway.backend import Backend
 from gateway.errors import invalid, wrong_type
 from gateway.off_loop import off_loop
-from gateway.service import Metadata, Service, answer
+from gateway.service import answer
 
 _SHAPES = (
     '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
@@ -105,9 +106,8 @@ def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
 
 
 async def tokenize_all(
-    service: Service,
+    backend: Backend,
     prompts: Sequence[Prompt],
-    metadata: Metadata,
     *,
     add_special: bool = True,
     parse_special: bool = True,
@@ -115,6 +115,7 @@ async def tokenize_all(
     """Turns prompts into token ids, in order.
 
     Raises:
+        ModelChanged: another model is served than the one that is known.
         ApiError: the service refused a call or is gone.
     """
     gate = asyncio.Semaphore(_MAX_CALLS)
@@ -122,20 +123,15 @@ async def tokenize_all(
     async def one(prompt: Prompt) -> tuple[int, ...]:
         async with gate:
             return await tokenize(
-                service,
-                prompt,
-                metadata,
-                add_special=add_special,
-                parse_special=parse_special,
+                backend, prompt, add_special=add_special, parse_special=parse_special
             )
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 async def tokenize(
-    service: Service,
+    backend: Backend,
     prompt: Prompt,
-    metadata: Metadata,
     *,
     add_special: bool = True,
     parse_special: bool = True,
@@ -143,13 +139,16 @@ async def tokenize(
     """Turns one prompt into token ids; one of ids alone needs no call.
 
     Raises:
+        ModelChanged: another model is served than the one that is known.
         ApiError: the service refused the call or is gone.
     """
     if not prompt.has_text:
         return cast("tuple[int, ...]", prompt.parts)
     request = tokenize_request(prompt, add_special=add_special, parse_special=parse_special)
     request.omit_pieces = True
-    reply = await answer(service.tokenization.Tokenize(request, metadata=metadata))
+    request.vocabulary = backend.vocabulary
+    call = backend.service.tokenization.Tokenize(request, metadata=backend.metadata)
+    reply = await answer(call)
     tokens = reply.tokens
     return await off_loop(lambda: tuple(token.id for token in tokens), weight=len(tokens))
 

@@ -95,7 +95,7 @@ class Readiness:
     async def renew(self) -> None:
         """Reads the facts anew, of a service that is known to serve; a failure leaves the old."""
         try:
-            self._facts = await self._gather()
+            await self._read()
         except _Refusal as refusal:
             self._report(refusal)
 
@@ -105,8 +105,7 @@ class Readiness:
                 async for is_serving in self._health():
                     self._is_serving = is_serving
                     if is_serving:
-                        self._facts = await self._gather()
-                        self.change.end()
+                        await self._read()
                     elif self._facts is not None and not await self._has_model():
                         self._facts = None
             except _Refusal as refusal:
@@ -137,8 +136,7 @@ class Readiness:
 
     async def _take_note(self, now: model_pb2.WatchModelResponse) -> None:
         if now.changing:
-            if self._facts is not None:
-                self.change.begin(self._facts.info)
+            self._begin()
         elif self.change.is_on:
             await self._settle()
         else:
@@ -149,11 +147,37 @@ class Readiness:
         if not self.change.is_on:
             return
         try:
-            self._facts = await self._gather()
+            await self._read()
         except _Refusal as refusal:
             self._facts = None
             self._report(refusal)
-        self.change.end()
+            self.change.end()
+
+    async def _read(self) -> None:
+        """Reads the facts anew, which ends a change; where the next one has begun requests wait on.
+
+        Raises:
+            _Refusal: The service did not tell, and changes to no other model.
+        """
+        while True:
+            told = self.change.num_told
+            try:
+                self._facts = await self._gather()
+            except _Refusal as refusal:
+                is_away = refusal.error.code() is grpc.StatusCode.UNAVAILABLE
+                now = await self._now() if is_away and self._facts is not None else None
+                if now is None:
+                    raise
+            else:
+                if told == self.change.num_told:
+                    self.change.end()
+                    return
+                # Maybe these are facts of a model that is on its way out already.
+                now = await self._now()
+            if now is not None and now.changing:
+                self._begin()
+                return
+            await asyncio.sleep(_RETRY_S)
 
     async def _remind(self) -> None:
         """Says whom the gateway is waiting for: a service that is not there refuses nothing."""
@@ -206,18 +230,31 @@ class Readiness:
         return reply.state != rebuild_pb2.REBUILD_STATE_UNSPECIFIED
 
     async def _has_next(self) -> bool:
-        """A call of its own: the other stream may tell later than health does, or have ended."""
+        now = await self._now()
+        if now is None:
+            return False
+        if now.changing:
+            self._begin()
+        return True
+
+    async def _now(self) -> model_pb2.WatchModelResponse | None:
+        """What is served now, None where nothing is.
+
+        A call of its own: the other stream may tell later than health does, or have ended.
+        """
         call = self._models()
         try:
             async for now in call:
-                if now.changing and self._facts is not None:
-                    self.change.begin(self._facts.info)
-                return True
+                return now
         except grpc.aio.AioRpcError:
-            return False
+            return None
         finally:
             call.cancel()
-        return False
+        return None
+
+    def _begin(self) -> None:
+        if self._facts is not None:
+            self.change.begin(self._facts.info)
 
     def _report(self, refusal: _Refusal) -> None:
         """Warns of what will not pass by itself, now and then while it lasts."""

@@ -18,12 +18,13 @@ from kvarts.v1 import common_pb2, generation_pb2, tokenization_pb2
 
 from gateway import fields, peer_json
 from gateway.adapters import KnownAdapters, known_adapters
+from gateway.backend import Backend
 from gateway.errors import ApiError, ErrorKind, FieldError, invalid
 from gateway.facts import SAMPLER_VALUES, Facts
 from gateway.fields import Trigger, lenient_integer
 from gateway.prompts import Prompt, tokenize
 from gateway.schema import RANDOM_SEED, BiasEntry, CompletionParams
-from gateway.service import Metadata, Service, answer
+from gateway.service import answer
 from gateway.settings import long_settings, short_settings
 
 _MIROSTAT = (
@@ -85,26 +86,25 @@ def check_params(params: CompletionParams) -> None:
         )
 
 
-async def resolve(
-    service: Service, facts: Facts, params: CompletionParams, metadata: Metadata
-) -> Resolved:
+async def resolve(backend: Backend, params: CompletionParams) -> Resolved:
     """Turns what was given as text into token ids, a schema into a grammar; finds the adapters.
 
     Raises:
+        ModelChanged: another model is served than the one that is known.
         ApiError: the service refused a call or is gone.
     """
     if params.json_schema is not None:
-        params = await _with_schema(service, params, metadata)
+        params = await _with_schema(backend, params)
     bias, preserved, adapters = await asyncio.gather(
-        _resolve_bias(service, facts, params.logit_bias, metadata),
-        _resolve_preserved(service, params.preserved_texts, metadata),
-        known_adapters(service, params.lora, metadata),
+        _resolve_bias(backend, params.logit_bias),
+        _resolve_preserved(backend, params.preserved_texts),
+        known_adapters(backend.service, params.lora, backend.metadata),
     )
     if params.grammar_triggers:
-        triggers = await _resolve_triggers(service, params.grammar_triggers, preserved, metadata)
+        triggers = await _resolve_triggers(backend, params.grammar_triggers, preserved)
         params = dataclasses.replace(params, grammar_triggers=triggers)
     if params.is_eos_banned:
-        bias += facts.eog_bias
+        bias += backend.facts.eog_bias
     return Resolved(params, bias, preserved, adapters)
 
 
@@ -191,6 +191,7 @@ def _request(
         return_progress=params.return_progress and params.stream,
         post_sampling_probs=params.post_sampling_probs,
         annotation=_annotation(params),
+        vocabulary=facts.model.vocabulary,
     )
     if params.token_limit is not None:
         request.max_tokens = params.token_limit
@@ -303,41 +304,37 @@ def _milliseconds(count: int) -> Duration:
 
 
 async def _resolve_bias(
-    service: Service, facts: Facts, entries: Sequence[BiasEntry], metadata: Metadata
+    backend: Backend, entries: Sequence[BiasEntry]
 ) -> tuple[tuple[int, float], ...]:
+    vocab_size = backend.facts.model.vocab_size
     bias: list[tuple[int, float]] = []
     for target, value in entries:
         if isinstance(target, str):
-            tokens = await _plain_tokens(service, target, metadata, parse_special=False)
+            tokens = await _plain_tokens(backend, target, parse_special=False)
         else:
-            tokens = (target,) if 0 <= target < facts.model.vocab_size else ()
+            tokens = (target,) if 0 <= target < vocab_size else ()
         bias.extend((token, value) for token in tokens)
     return tuple(bias)
 
 
-async def _resolve_preserved(
-    service: Service, texts: Sequence[str], metadata: Metadata
-) -> tuple[int, ...]:
+async def _resolve_preserved(backend: Backend, texts: Sequence[str]) -> tuple[int, ...]:
     preserved: set[int] = set()
     for text in texts:
-        tokens = await _plain_tokens(service, text, metadata, parse_special=True)
+        tokens = await _plain_tokens(backend, text, parse_special=True)
         if len(tokens) == 1:
             preserved.add(tokens[0])
     return tuple(sorted(preserved))
 
 
 async def _resolve_triggers(
-    service: Service,
-    triggers: Sequence[Trigger],
-    preserved: Sequence[int],
-    metadata: Metadata,
+    backend: Backend, triggers: Sequence[Trigger], preserved: Sequence[int]
 ) -> tuple[Trigger, ...]:
     """Turns words that are one token into that token, which must be shown."""
     resolved: list[Trigger] = []
     for trigger in triggers:
         tokens: tuple[int, ...] = ()
         if trigger.kind == fields.TRIGGER_WORD:
-            tokens = await _plain_tokens(service, trigger.value, metadata, parse_special=True)
+            tokens = await _plain_tokens(backend, trigger.value, parse_special=True)
         if len(tokens) == 1:
             if tokens[0] not in preserved:
                 problem = "Grammar trigger word should be marked as preserved token"
@@ -347,15 +344,13 @@ async def _resolve_triggers(
     return tuple(resolved)
 
 
-async def _with_schema(
-    service: Service, params: CompletionParams, metadata: Metadata
-) -> CompletionParams:
+async def _with_schema(backend: Backend, params: CompletionParams) -> CompletionParams:
     """Puts the grammar of the schema in its place."""
     request = tokenization_pb2.ConvertJsonSchemaRequest(
         json_schema=peer_json.write(params.json_schema).decode()
     )
     try:
-        call = service.tokenization.ConvertJsonSchema(request, metadata=metadata)
+        call = backend.service.tokenization.ConvertJsonSchema(request, metadata=backend.metadata)
         converted = await answer(call)
     except ApiError as error:
         if error.body.kind is not ErrorKind.INVALID_REQUEST:
@@ -365,8 +360,6 @@ async def _with_schema(
     return dataclasses.replace(params, grammar=converted.grammar)
 
 
-async def _plain_tokens(
-    service: Service, text: str, metadata: Metadata, *, parse_special: bool
-) -> tuple[int, ...]:
+async def _plain_tokens(backend: Backend, text: str, *, parse_special: bool) -> tuple[int, ...]:
     prompt = Prompt((text,))
-    return await tokenize(service, prompt, metadata, add_special=False, parse_special=parse_special)
+    return await tokenize(backend, prompt, add_special=False, parse_special=parse_special)

@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from gateway.errors import REASON_HEADER, ApiError, ErrorKind
+from gateway.errors import REASON_HEADER, ApiError, ErrorKind, ModelChanged
 from gateway.peer_json import Json
 
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -44,6 +44,8 @@ _BY_REASON: Mapping[str, tuple[ErrorKind, str | None]] = {
     "BAD_GRAMMAR": (_K.INVALID_REQUEST, "Failed to initialize samplers: failed to parse grammar"),
     "GRAMMAR_DEAD_END": (_K.SERVER, None),
     "TOKEN_NOT_IN_VOCAB": (_K.INVALID_REQUEST, "Prompt contains invalid tokens"),
+    # Told only where the request cannot be made anew for what is served now.
+    "VOCABULARY_CHANGED": (_K.UNAVAILABLE, "the model was changed"),
     "QUEUE_FULL": (_K.UNAVAILABLE, None),
     "KV_PAGES_EXHAUSTED": (_K.SERVER, "Context size has been exceeded."),
     "DUPLICATE_REQUEST": (_K.CONFLICT, None),
@@ -159,6 +161,8 @@ def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
             message = _bad_grammar(message, text, details.metadata)
         case "NOT_SUPPORTED" if details.metadata.get("feature") == _GENERATION:
             kind, message = ErrorKind.SERVER, _NO_LOGITS
+        case "VOCABULARY_CHANGED":
+            return ModelChanged(kind, message, headers={"retry-after": "1"} | _headers(details))
         case _ if words == _NOT_RESTORED:
             message = f"{words}: {text}"
         case "GRAMMAR_DEAD_END":

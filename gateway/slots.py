@@ -196,7 +196,8 @@ async def _add_prompt(exchange: Exchange, request: slot_pb2.SaveSlotRequest, val
     if isinstance(value, str):
         request.text = value
         return
-    request.tokens.ids.extend(await tokenize(backend.service, prompt, backend.metadata))
+    request.vocabulary = backend.vocabulary
+    request.tokens.ids.extend(await tokenize(backend, prompt))
 
 
 _ACTIONS = {"save": _save, "restore": _restore, "erase": _erase}

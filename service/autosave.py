@@ -38,6 +38,8 @@ class Autosave:
     async def restore(self) -> None:
         """Restores each slot that was saved and has not been used yet, in the background."""
         try:
+            for error in await asyncio.to_thread(self._store.take_over):
+                _LOG.warning("a slot of an earlier version is not restored: %s", error)
             if not await asyncio.to_thread(self._store.has_autosaved):
                 self._unrestored = set()
                 return

@@ -21,7 +21,7 @@ from service.deadline import CallDeadline
 from service.loaded import LoadedModel
 from service.poolings import POOLINGS, WIRE_POOLINGS
 from service.prompt import encode
-from service.validate import check_embed, limits_of
+from service.validate import check_embed, check_vocabulary, limits_of
 
 EmbedRequest = embedding_pb2.EmbedRequest
 EmbedResponse = embedding_pb2.EmbedResponse
@@ -65,6 +65,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             # The stub promises a float; a call without a deadline answers None.
             remaining_s = cast("float | None", context.time_remaining())
             deadline_s = None if remaining_s is None else model.engine.now_s() + remaining_s
+            check_vocabulary(request.vocabulary, model)
             check_embed(request, limits_of(model))
             plan = await _plan(request, model)
             record = telemetry.current()

@@ -59,6 +59,7 @@ ERROR_TABLE: Mapping[str, ErrorRow] = MappingProxyType(
         "BAD_GRAMMAR": ErrorRow(_C.INVALID_ARGUMENT),
         "GRAMMAR_DEAD_END": ErrorRow(_C.INTERNAL),
         "TOKEN_NOT_IN_VOCAB": ErrorRow(_C.INVALID_ARGUMENT),
+        "VOCABULARY_CHANGED": ErrorRow(_C.ABORTED),
         "QUEUE_FULL": ErrorRow(_C.RESOURCE_EXHAUSTED, retry_s=1.0),
         "KV_PAGES_EXHAUSTED": ErrorRow(_C.RESOURCE_EXHAUSTED, retry_s=1.0),
         "DUPLICATE_REQUEST": ErrorRow(_C.ALREADY_EXISTS),

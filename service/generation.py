@@ -23,7 +23,7 @@ from service.loaded import LoadedModel
 from service.metrics import Metrics
 from service.prompt import read_prompt
 from service.reasoning import read_budget
-from service.validate import check_generate, limits_of
+from service.validate import check_generate, check_vocabulary, limits_of
 
 GenerateRequest = generation_pb2.GenerateRequest
 GenerateResponse = generation_pb2.GenerateResponse
@@ -98,6 +98,7 @@ async def _read(
     request: GenerateRequest, model: LoadedModel, deadline_s: float | None
 ) -> tuple[Sequence[Request], ChatOutput | None]:
     """Checks a request and makes what the engine runs, one per sample."""
+    check_vocabulary(request.vocabulary, model)
     check_generate(request, limits_of(model))
     record = telemetry.current()
     record.trace.operation = "chat" if request.HasField("chat") else "text_completion"

@@ -130,7 +130,8 @@ class LoadedModel:
     `has_jinja`: any Jinja template is rendered, not only built-in formats. `device` is the backend:
     "cpu", "gpu" or "metal". `slot_store` are the saved slots, None where no folder was given.
     `embedding` is None where the server was not started for vectors. `pairs` says how a query and a
-    document become one text. `close` frees what the end of the engine leaves open.
+    document become one text. `vocabulary` is a digest of what token ids mean, "" where it is not
+    known. `close` frees what the end of the engine leaves open.
     """
 
     engine: Engine
@@ -146,6 +147,7 @@ class LoadedModel:
     slot_store: SlotStore | None = None
     embedding: EmbeddingDefaults | None = None
     pairs: PairLayout = field(default_factory=PairLayout)
+    vocabulary: str = ""
     close: Callable[[], None] = nothing_to_close
 
     @property

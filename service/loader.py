@@ -201,6 +201,7 @@ def _describe(options: ServiceOptions, loaded: Loaded, names: ModelNames) -> Loa
         device=jax.default_backend(),
         embedding=_embedding(options.embedding, loaded),
         pairs=pair_layout(loaded.vocab, loaded.tokenizer),
+        vocabulary=loaded.identity.traits.tokenizer,
         close=partial(_close, loaded),
     )
     if model.defaults.grammar:

@@ -149,6 +149,7 @@ def _model(model: LoadedModel) -> model_pb2.Model:
         add_eos=tokenizer.add_eos,
         chat_template=_chat_template(model),
         pooling=_pooling(model),
+        vocabulary=model.vocabulary,
     )
 
 

@@ -32,6 +32,7 @@ from service.validate import (
     check_page,
     check_save,
     check_slot_id,
+    check_vocabulary,
     limits_of,
 )
 
@@ -103,6 +104,7 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
             EngineError: The request was refused or failed.
         """
         with self._metrics.slot_op("save"), self._bridge.use() as model:
+            check_vocabulary(request.vocabulary, model)
             check_save(request, limits_of(model))
             _require_slot(request.slot_id, model)
             store = _store(model)

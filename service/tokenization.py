@@ -13,7 +13,7 @@ from service.bridge import Bridge
 from service.json_text import parse_json
 from service.loaded import Tokenizer
 from service.prompt import encode, render
-from service.validate import check_template, check_tokenize, check_vocab
+from service.validate import check_template, check_tokenize, check_vocab, check_vocabulary
 
 TokenizeRequest = tokenization_pb2.TokenizeRequest
 TokenizeResponse = tokenization_pb2.TokenizeResponse
@@ -43,7 +43,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        tokenizer = (await self._bridge.awake(request.ByteSize())).tokenizer
+        model = await self._bridge.awake(request.ByteSize())
+        tokenizer = model.tokenizer
+        check_vocabulary(request.vocabulary, model)
         check_tokenize(request, tokenizer.vocab_size)
         parse_special = request.parse_special if request.HasField("parse_special") else True
         if request.WhichOneof("input") == "text":

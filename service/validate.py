@@ -24,7 +24,7 @@ from kvarts.v1 import (
 )
 
 from engine.adapters.start import MAX_ADAPTERS
-from engine.errors import ContextOverflow, TokenNotInVocab
+from engine.errors import ContextOverflow, InvalidField, TokenNotInVocab, VocabularyChanged
 from service import telemetry
 from service.faults import Faults, shown
 from service.loaded import LoadedModel
@@ -45,6 +45,7 @@ MAX_INPUTS = 2048
 MAX_PAGE_SIZE = 1000
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4096
+MAX_VOCABULARY_BYTES = 64
 _FILENAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
 
 
@@ -65,6 +66,19 @@ def limits_of(model: LoadedModel) -> Limits:
         vocab_size=model.tokenizer.vocab_size,
         context_tokens=slots[0].context_tokens,
     )
+
+
+def check_vocabulary(asked: str, model: LoadedModel) -> None:
+    """Checks that the ids of a request, if it says whose they are, are those of the model.
+
+    Raises:
+        InvalidField: What is asked for is no vocabulary's digest.
+        VocabularyChanged: It is another model's.
+    """
+    if len(asked.encode()) > MAX_VOCABULARY_BYTES:
+        raise InvalidField("vocabulary", f"has more than {MAX_VOCABULARY_BYTES} bytes")
+    if asked and asked != model.vocabulary:
+        raise VocabularyChanged(asked, model.vocabulary)
 
 
 def check_request_id(faults: Faults, request_id: str) -> None:

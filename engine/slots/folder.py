@@ -27,6 +27,8 @@ from engine.slots.errors import DiskFull, SlotFileCorrupt, SlotFileNotFound, Slo
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,255}(?<!\.)")
 # Of the server's own saves: clients cannot give such a name, and lists do not show it.
 _OWN_NAME = re.compile(r"\.autosave-([0-9]{1,6})-([0-9a-f]{16})")
+# The same of versions that did not tell models apart.
+_UNMARKED_NAME = re.compile(r"\.autosave-([0-9]{1,6})")
 _TEMPORARY = re.compile(r"\.saving-[0-9a-f]{32}")
 _TENANT = re.compile(r"\.tenant-[0-9a-f]+")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -206,6 +208,31 @@ class SlotFolder:
         with _translated(""), self._opened() as folder:
             return any(_OWN_NAME.fullmatch(name) for name in os.listdir(folder))
 
+    def list_unmarked(self) -> dict[int, str]:
+        """Returns the server's own saves of versions that did not tell models apart, by slot id.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        with _translated(""), self._opened() as folder:
+            matches = (_UNMARKED_NAME.fullmatch(name) for name in sorted(os.listdir(folder)))
+            return {int(match[1]): match[0] for match in matches if match}
+
+    def mark(self, filename: str, slot_id: int, fingerprint: str) -> None:
+        """Gives one of them the name of a model's; a newer file of that name is left, and it too.
+
+        Raises:
+            SlotFileNotFound, SlotIo: It is gone, or the folder cannot be written.
+        """
+        check_name(filename)
+        marked = own_name(slot_id, fingerprint)
+        with _translated(filename), self._opened() as folder:
+            with contextlib.suppress(FileNotFoundError):
+                if _modified_ns(folder, marked) > _modified_ns(folder, filename):
+                    return
+            os.rename(filename, marked, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+
     def sweep(self) -> int:
         """Removes what dead processes left behind, for every tenant; returns how many files.
 
@@ -285,13 +312,18 @@ def _mark(fingerprint: str) -> str:
     return fingerprint[:16]
 
 
+def _modified_ns(folder: int, name: str) -> int:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns
+
+
 def check_name(filename: str) -> None:
     """Refuses anything that is neither one plain component nor our own; nothing is cleaned.
 
     Raises:
         InvalidField: It is not.
     """
-    if not is_name(filename) and not _OWN_NAME.fullmatch(filename):
+    is_own = _OWN_NAME.fullmatch(filename) or _UNMARKED_NAME.fullmatch(filename)
+    if not is_name(filename) and not is_own:
         raise InvalidField(
             "filename",
             f"{filename[:80]!r} is not 1 to 255 of A-Z a-z 0-9 . _ - without leading or trailing "

@@ -90,6 +90,26 @@ class SlotStore:
         """What the server's own save of a slot takes; the file knows whose state it is."""
         return self.save_order(own_name(slot_id, fingerprint), "", fingerprint)
 
+    def take_over(self) -> Sequence[EngineError]:
+        """Renames the server's own saves of versions that did not tell models apart.
+
+        Returns:
+            What is wrong with those that stay as they are.
+
+        Raises:
+            SlotIo: The folder cannot be read.
+        """
+        folder = SlotFolder(self._root)
+        errors: list[EngineError] = []
+        for slot_id, name in folder.list_unmarked().items():
+            try:
+                with open_slot(folder, name) as slot:
+                    fingerprint = slot.fingerprint
+                folder.mark(name, slot_id, fingerprint)
+            except EngineError as error:
+                errors.append(error)
+        return errors
+
     def has_autosaved(self) -> bool:
         """Whether the server saved a slot of its own accord, of this model or another.
 

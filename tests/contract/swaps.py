@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,15 @@ def make_loader(tmp_path: Path) -> FakeLoader:
 
 
 @asynccontextmanager
-async def swapping(loader: FakeLoader, **more: Any) -> AsyncGenerator[Serving]:
-    """A server that serves the old model, whose every token is A."""
+async def swapping(
+    loader: FakeLoader, *, model: Mapping[str, Any] | None = None, **more: Any
+) -> AsyncGenerator[Serving]:
+    """A server that serves the old model, whose every token is A; `model` is what else it has."""
     names = ModelNames(model_id=OLD, path=str(loader.folder / OLD))
     runner = more.pop("runner", None) or gated_runner(_open_gate())
     runner.next_token = lambda history: A
     async with serving(
-        model={"names": names, "close": lambda: loader.closed.append(OLD)},
+        model={"names": names, "close": lambda: loader.closed.append(OLD), **(model or {})},
         runner=runner,
         make_loader=lambda: loader,
         model_dir=str(loader.folder),

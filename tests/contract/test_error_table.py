@@ -217,6 +217,36 @@ async def test_tokens_out_of_the_vocabulary_in_the_other_calls() -> None:
             assert (await failure(call)).reason == "TOKEN_NOT_IN_VOCAB"
 
 
+@pytest.mark.parametrize(
+    ("asked", "reason"), [("new", "VOCABULARY_CHANGED"), ("a" * 65, "INVALID_FIELD")]
+)
+async def test_ids_of_another_vocabulary(asked: str, reason: str) -> None:
+    """Before anything else of them is looked at: what they are out of is not known."""
+    embedded = embedding_pb2.EmbedInput(tokens=tokens(101))
+    mixed = tokenization_pb2.MixedPrompt(parts=[tokenization_pb2.PromptPart(tokens=tokens(101))])
+    async with serving(model={"vocabulary": "old"}) as it:
+        for call in (
+            it.collect(GenerateRequest(tokens=tokens(101), vocabulary=asked)),
+            it.tokenization.Tokenize(
+                tokenization_pb2.TokenizeRequest(mixed=mixed, vocabulary=asked)
+            ),
+            it.embedding.Embed(embedding_pb2.EmbedRequest(inputs=[embedded], vocabulary=asked)),
+            it.slots.SaveSlot(
+                slot_pb2.SaveSlotRequest(
+                    slot_id=0, filename="a", tokens=tokens(101), vocabulary=asked
+                )
+            ),
+        ):
+            failed = await failure(call)
+            assert failed.reason == reason
+            if reason == "VOCABULARY_CHANGED":
+                assert failed.code is Code.ABORTED
+                assert failed.metadata == {"asked": "new", "served": "old"}
+        await it.collect(GenerateRequest(tokens=tokens(1), max_tokens=1, vocabulary="old"))
+        told = await it.model.GetModel(model_pb2.GetModelRequest())
+        assert told.model.vocabulary == "old"
+
+
 async def test_a_full_queue() -> None:
     gate = StepGate()
     config = replace(CONFIG, num_slots=1, queue_requests=1)

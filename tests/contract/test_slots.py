@@ -327,6 +327,26 @@ async def test_slots_come_back_after_a_stop(tmp_path: Path, caplog: pytest.LogCa
     assert "is not restored" not in caplog.text
 
 
+async def test_slots_of_an_earlier_version_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Its files did not tell whose they are; a damaged one stays, and is told of."""
+    auto: dict[str, Any] = {"slot_save_path": str(tmp_path), "slot_autosave": True}
+    async with serving(**auto) as it:
+        await _finished(it, _ask(PROMPT))
+    (saved,) = (name for name in _names(tmp_path) if name.startswith(".autosave-0-"))
+    (tmp_path / saved).rename(tmp_path / ".autosave-0")
+    damaged = tmp_path / ".autosave-3"
+    damaged.write_bytes(b"nothing")
+    async with serving(**auto) as it:
+        await _restored(it, {0: 42})
+        assert (await _finished(it, _ask([*PROMPT, 61]))).cached_tokens == 40
+    assert "a slot of an earlier version is not restored" in caplog.text
+    assert damaged.read_bytes() == b"nothing"
+    assert saved in _names(tmp_path)
+    assert ".autosave-0" not in _names(tmp_path)
+
+
 def _autosaved(folder: Path) -> list[str]:
     """The ids of the slots that servers saved of their own accord, of all models."""
     return sorted(name.split("-")[1] for name in _names(folder) if name.startswith(".autosave-"))

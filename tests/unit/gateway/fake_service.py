@@ -376,6 +376,10 @@ class FakeService(
         """Tells all watchers of the model."""
         assert self.tenures is not None
         self.tenures.append(model_pb2.WatchModelResponse(model_id=model_id, changing=changing))
+        await self.wake_watchers()
+
+    async def wake_watchers(self) -> None:
+        """Tells watchers of the model what they were not told yet."""
         async with self._has_tenure:
             self._has_tenure.notify_all()
 

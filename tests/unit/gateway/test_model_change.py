@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import grpc
 import pytest
 from kvarts.v1 import model_pb2
 from starlette.requests import Request
@@ -14,7 +15,8 @@ from gateway.connection import ClientGone, Connection
 from gateway.errors import ApiError
 from gateway.model_change import ModelChange
 from tests.unit.gateway.conftest import Serve, until_changing, until_ready
-from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.fake_service import FakeService, failing
+from tests.waiting import until_so
 
 INFO = model_pb2.ServerInfo(queue_limit=2, queue_limit_bytes=10)
 
@@ -112,6 +114,72 @@ async def test_what_waits_stays_when_the_same_change_is_told_twice(change: Model
     change.begin(INFO)
     change.end()
     await task
+
+
+async def test_what_waits_waits_on_when_the_next_change_begins_as_one_ends(change: ModelChange):
+    client = Client()
+    task = await waiting(change, client)
+    change.end()
+    change.begin(INFO)
+    # Whoever had gone on would never hear of it.
+    client.leave()
+    with pytest.raises(ClientGone):
+        await task
+
+
+async def test_a_request_that_was_read_waits_once_more(change: ModelChange):
+    client = Client((b"12345", b"67890"))
+    task = await waiting(change, client)
+    change.end()
+    await task
+    assert await client.connection.body() == b"1234567890"
+    change.begin(INFO)
+    again = asyncio.create_task(change.wait(client.connection))
+    await until_so(lambda: change.num_waiting == 1)
+    with pytest.raises(ApiError, match="the queue is full: 12 queued, limit 10"):
+        await change.wait(Client((b"ab",)).connection)
+    change.end()
+    await again
+
+
+async def asked_for_model(service: FakeService) -> None:
+    while await service.model_calls.get() != "GetModel":
+        pass
+
+
+@pytest.mark.parametrize("teller", ["models", "health"])
+async def test_requests_are_held_when_a_second_change_begins_as_the_first_ends(
+    service: FakeService, serve: Serve, teller: str
+):
+    """The model that the gateway hears of is on its way out before it can be asked about."""
+    service.tenures = [model_pb2.WatchModelResponse(model_id="old")]
+    async with serve() as client:
+        # Once as it becomes ready, once as it is told of the model: it listens now.
+        await asked_for_model(service)
+        await asked_for_model(service)
+        await service.tell_tenure("old", changing=True)
+        await service.set_serving(False)
+        await until_changing(client)
+        task = asyncio.create_task(client.post("/tokenize", json={"content": "ab"}))
+        loading = failing(grpc.StatusCode.UNAVAILABLE, "MODEL_LOADING", "the model is loading")
+        service.refusals["GetModel"] = loading
+        service.tenures += [
+            model_pb2.WatchModelResponse(model_id="next"),
+            model_pb2.WatchModelResponse(model_id="next", changing=True),
+        ]
+        if teller == "health":
+            await service.set_serving(True)
+        else:
+            await service.wake_watchers()
+        await asked_for_model(service)
+        await service.set_serving(False)
+        assert (await client.get("/props")).json()["error"]["message"] == "Loading model"
+        assert not task.done()
+        del service.refusals["GetModel"]
+        await service.tell_tenure("third")
+        await service.set_serving(True)
+        assert (await task).json() == {"tokens": [100, 101]}
+        await until_ready(client)
 
 
 async def test_health_may_tell_of_a_change_before_the_model_does(

@@ -27,6 +27,7 @@ ROWS = [
     (_C.OUT_OF_RANGE, "BATCH_OVERFLOW", 500, "server_error"),
     (_C.INVALID_ARGUMENT, "BAD_GRAMMAR", 400, "invalid_request_error"),
     (_C.INVALID_ARGUMENT, "TOKEN_NOT_IN_VOCAB", 400, "invalid_request_error"),
+    (_C.ABORTED, "VOCABULARY_CHANGED", 503, "unavailable_error"),
     (_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", 503, "unavailable_error"),
     (_C.RESOURCE_EXHAUSTED, "KV_PAGES_EXHAUSTED", 500, "server_error"),
     (_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", 409, "conflict_error"),

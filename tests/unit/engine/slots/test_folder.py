@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import EngineError, InvalidField
 from engine.slots.errors import SlotFileCorrupt, SlotFileNotFound, SlotIo
-from engine.slots.folder import SlotFolder
+from engine.slots.folder import SlotFolder, own_name
 from tests.unit.engine.slots.saved import NAME, files_in, make_state, read_state
 
 _OLD, _NEW = make_state(40, seed=1), make_state(300, seed=2)
@@ -51,6 +51,20 @@ def test_bad_names_are_refused_before_anything_is_touched(folder: SlotFolder, na
         with pytest.raises(InvalidField, match="filename"):
             call()
     assert files_in(Path(folder.root)) == {}
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_of_two_saves_of_the_server_the_newer_one_stays(folder: SlotFolder, is_newer: bool):
+    """An earlier version may have served in between, under the names that it knew."""
+    marked = own_name(7, "c0ffee" * 11)
+    _OLD.write(folder, ".autosave-7")
+    _NEW.write(folder, marked)
+    os.utime(Path(folder.root) / marked, ns=(0, 10))
+    os.utime(Path(folder.root) / ".autosave-7", ns=(0, 20 if is_newer else 5))
+    assert folder.list_unmarked() == {7: ".autosave-7"}
+    folder.mark(".autosave-7", 7, "c0ffee" * 11)
+    assert read_state(folder, marked)[0] == tuple((_OLD if is_newer else _NEW).tokens)
+    assert folder.list_unmarked() == ({} if is_newer else {7: ".autosave-7"})
 
 
 def test_a_name_of_255_bytes_is_fine(folder: SlotFolder):
