@@ -39,8 +39,9 @@ def test_an_entry_that_points_to_another_points_to_one() -> None:
 def test_every_flag_that_is_named_is_one() -> None:
     known = {name for flag in FLAGS for name in (*flag.names, *flag.off_names)}
     others = {"--require-hashes", "--only-binary", "--no-deps", "--help", "--service-cert-file"}
-    others |= {"--plan"}  # of kvarts-pools
+    others |= {"--plan", "--lock"}  # of kvarts-pools and tests.bill
     others |= {"--protocol", "--http2-prior-knowledge", "--reflect-header"}  # of buf curl
+    others |= {"--all-containers", "--previous", "--since"}  # of kubectl and journalctl
     for page in ("operations.md", "SECURITY.md"):
         text = (ROOT / "docs" / page).read_text()
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", text))
