@@ -20,7 +20,7 @@ from jax import lax
 
 from engine.adapters.capacity import AdapterCapacity
 from engine.kernels import native
-from engine.memory.heap import trim
+from engine.memory.allocator import trim
 from engine.model.adapter_banks import AdapterBanks, BankArrays
 from engine.model.attention import BLOCK_TOKENS, KvPool
 from engine.model.context import vector

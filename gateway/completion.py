@@ -63,8 +63,13 @@ class _Work:
     @property
     def weight(self) -> int:
         """How much one answer may have to show: of the body, and of the vocabulary."""
+        return self.body_bytes + self.token_weight
+
+    @property
+    def token_weight(self) -> int:
+        """The same of one token's event, which shows nothing of the body."""
         vocab_size = self.backend.facts.model.vocab_size
-        return self.body_bytes + _PROBABILITY_BYTES * min(self.params.n_probs, vocab_size)
+        return _PROBABILITY_BYTES * min(self.params.n_probs, vocab_size)
 
     async def stop_lengths(self) -> Mapping[str, int]:
         """How many entries of an answer in one piece a stop text takes away."""
@@ -196,7 +201,9 @@ async def _frames(work: _Work) -> AsyncGenerator[bytes, None]:
         try:
             async for sample, event in events:
                 write = partial(_written, work.dialect, sample, event, is_first=is_first)
-                data = await off_loop(write, weight=work.weight)
+                is_last = isinstance(event, generation_pb2.Finished)
+                weight = work.weight if is_last else work.token_weight
+                data = await off_loop(write, weight=weight)
                 if is_first:
                     is_first = False
                     yield b""

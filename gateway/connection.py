@@ -11,11 +11,14 @@ from starlette.responses import Response
 
 from gateway import peer_json
 from gateway.errors import ApiError, ErrorKind, server_fault
+from gateway.off_loop import LIGHT, off_loop
 from gateway.peer_json import Json
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 100 << 20
+# The parser gets through so many bytes while others get through one.
+_PARSER_PACE = 8
 _JSON = "application/json; charset=utf-8"
 _UNREAD = object()
 
@@ -94,11 +97,17 @@ class Connection:
             ClientGone: the client left.
         """
         if self._value is _UNREAD:
-            try:
-                self._value = peer_json.read(await self.body())
-            except peer_json.UnreadableJson as error:
-                raise server_fault(str(error)) from error
+            self._value = await self._parsed(await self.body())
         return self._value
+
+    async def _parsed(self, body: bytes) -> Any:
+        weight = len(body) if len(body) > _PARSER_PACE * LIGHT else 0
+        try:
+            return await off_loop(lambda: peer_json.read(body), weight=weight)
+        except peer_json.TooManyParts as error:
+            raise ApiError(ErrorKind.TOO_LARGE, str(error)) from error
+        except peer_json.UnreadableJson as error:
+            raise server_fault(str(error)) from error
 
     async def while_connected(self, work: Awaitable[T]) -> T:
         """Awaits work, cancelling it when the client leaves. The body must have been read.

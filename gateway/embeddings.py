@@ -16,7 +16,7 @@ from gateway.connection import json_response
 from gateway.errors import ApiError, ErrorKind, invalid, not_supported, server_fault, wrong_type
 from gateway.exchange import Exchange
 from gateway.fields import INT32_MAX, members_of
-from gateway.off_loop import off_loop
+from gateway.off_loop import extend, off_loop
 from gateway.peer_json import Json
 from gateway.prompts import Prompt, check_vocabulary, read_prompt, tokenize_all
 from gateway.service import answer
@@ -111,9 +111,17 @@ async def _results(
     tokens = await tokenize_all(backend, asked.prompts)
     if any(not ids for ids in tokens):
         raise invalid("Input content cannot be empty")
-    inputs = [embedding_pb2.EmbedInput(tokens=common_pb2.TokenIds(ids=ids)) for ids in tokens]
+    inputs = await off_loop(
+        lambda: [_input(ids) for ids in tokens], weight=sum(len(ids) for ids in tokens)
+    )
     rows = [1 if is_pooled else len(ids) for ids in tokens]
     return await embeddings_of(backend, inputs, rows=rows, norm=asked.norm)
+
+
+def _input(ids: Sequence[int]) -> embedding_pb2.EmbedInput:
+    message = embedding_pb2.EmbedInput(tokens=common_pb2.TokenIds())
+    extend(message.tokens.ids, ids)
+    return message
 
 
 def _read(body: Mapping[str, Any], backend: Backend, *, is_native: bool) -> _Asked:

@@ -19,6 +19,7 @@ from gateway.exchange import Exchange
 from gateway.facts import Facts
 from gateway.fields import members_of
 from gateway.native import NativeDialect
+from gateway.off_loop import off_loop
 from gateway.options import GatewayOptions
 from gateway.prompts import MAX_PROMPTS, Prompt, check_vocabulary, read_mixed, tokenize_all
 from gateway.sse import EventStream
@@ -86,7 +87,7 @@ async def infill(exchange: Exchange) -> Response | EventStream:
         await connection.body()
         raise not_supported(f"Infill is not supported by this model: {missing}")
     body = members_of(await connection.json())
-    parts = _read(body, backend.facts)
+    parts = await off_loop(lambda: _read(body, backend.facts), weight=connection.body_bytes)
     layout = _layout(exchange.options, backend.facts)
     prompt = await connection.while_connected(_tokens(connection, backend, parts, layout))
     dialect = NativeDialect(backend.facts.name)
@@ -179,14 +180,20 @@ async def _tokens(
         backend, prompts, add_special=False, parse_special=False
     )
     (prompt,) = await tokenize_all(backend, [parts.prompt], add_special=False)
-    flat = [token for piece in extra for token in piece]
-    return _laid_out(backend.facts, layout, (prefix, suffix, prompt), flat)
+    texts = (prefix, suffix, prompt)
+    return await off_loop(
+        lambda: _laid_out(backend.facts, layout, texts, extra), weight=connection.body_bytes
+    )
 
 
 def _laid_out(
-    facts: Facts, layout: Layout, texts: tuple[Sequence[int], ...], extra: Sequence[int]
+    facts: Facts,
+    layout: Layout,
+    texts: tuple[Sequence[int], ...],
+    pieces: Sequence[Sequence[int]],
 ) -> list[int]:
     prefix, suffix, prompt = texts
+    extra = [token for piece in pieces for token in piece]
     special = facts.model.special_tokens
     taken = min(len(prefix), layout.prefix_tokens)
     before = [special.fim_pre.id, *prefix[len(prefix) - taken :], *prompt]

@@ -1,22 +1,34 @@
 """Work whose length a client chooses must not hold up the loop that serves everybody.
 
-This module knows no work; whoever calls it knows how much there is.
+A thread alone does not help: a parser or a copy of many megabytes keeps the interpreter's lock until
+it is done, and several threads that take turns at the lock leave the loop one turn in many. Heavy
+work is therefore done one piece after another, in the whole process, and the loop gets its turn after
+each long call. This module knows no work; whoever calls it knows how much there is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 # Bytes of a body, or items of a list, that the loop gets through in about a millisecond.
 LIGHT = 16_384
+# From here on one at a time.
+HEAVY = 1 << 20
+# Items that one call copies, in about a millisecond.
+_PIECE = 1 << 16
+# Of the process, as the interpreter's lock is.
+_LANE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heavy")
 
 
 async def off_loop(work: Callable[[], T], *, weight: int) -> T:
-    """Does work at once if it is light, on a thread if it is not.
+    """Does work at once if it is light, on a thread if it is not, in its turn if it is heavy.
+
+    Whoever is cancelled while it waits for its turn gives that up.
 
     Args:
         work: Touches nothing that the loop changes meanwhile.
@@ -24,4 +36,18 @@ async def off_loop(work: Callable[[], T], *, weight: int) -> T:
     """
     if weight <= LIGHT:
         return work()
-    return await asyncio.to_thread(work)
+    if weight <= HEAVY:
+        return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(_LANE, work)
+
+
+def in_pieces(items: Sequence[T]) -> Iterator[T]:
+    """Yields the items of a message's list, which is read in one go only as far as a piece goes."""
+    for start in range(0, len(items), _PIECE):
+        yield from items[start : start + _PIECE]
+
+
+def extend(into: MutableSequence[T], items: Sequence[T]) -> None:
+    """Fills a message's list, piece by piece."""
+    for start in range(0, len(items), _PIECE):
+        into.extend(items[start : start + _PIECE])

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
@@ -28,20 +29,49 @@ _FULL_DIGITS_BELOW = 1e15
 _PYTHON_DIGITS_BELOW = 1e16
 
 
+# An empty list of three bytes takes sixty in memory, and time at each collection of garbage.
+MAX_PARTS = 1 << 19
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
 class UnreadableJson(ValueError):
     """A body that is not JSON, is nested too deeply, or holds a number beyond a double."""
+
+
+class TooManyParts(UnreadableJson):
+    """A body of more arrays and objects than memory is kept for."""
 
 
 def read(body: bytes) -> Any:
     """Parses a request body.
 
     Raises:
+        TooManyParts: it has more than `MAX_PARTS` arrays and objects.
         UnreadableJson: the text is no JSON value, or not one that a reader can hold.
     """
+    if _num_brackets(body, 0, len(body)) > MAX_PARTS:
+        _refuse_parts(body)
     try:
         return msgspec.json.decode(body.removeprefix(_UTF8_BOM))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UnreadableJson(f"parse error: {error}") from error
+
+
+def _num_brackets(body: bytes, start: int, end: int) -> int:
+    return body.count(b"[", start, end) + body.count(b"{", start, end)
+
+
+def _refuse_parts(body: bytes) -> None:
+    """Counts anew, without the brackets of texts."""
+    num_parts = start = 0
+    for string in _STRING.finditer(body):
+        num_parts += _num_brackets(body, start, string.start())
+        start = string.end()
+        if num_parts > MAX_PARTS:
+            break
+    num_parts += _num_brackets(body, start, len(body))
+    if num_parts > MAX_PARTS:
+        raise TooManyParts(f"the body has more than {MAX_PARTS} arrays and objects")
 
 
 def write(value: Json) -> bytes:

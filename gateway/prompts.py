@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvarts.v1 import tokenization_pb2
 
 from gateway.backend import Backend
 from gateway.errors import invalid, wrong_type
-from gateway.off_loop import off_loop
+from gateway.off_loop import in_pieces, off_loop
 from gateway.service import answer
 
 _SHAPES = (
@@ -31,14 +31,20 @@ _MAX_CALLS = 8
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: texts and token ids in order. Only a leading text gets BOS."""
+    """One prompt: texts and token ids in order. Only a leading text gets BOS.
+
+    `has_text`: tokenising is needed at all. `weight` is how long it is, in characters and ids. Both
+    are found where a prompt is made, which for millions of ids is not the loop.
+    """
 
     parts: tuple[str | int, ...]
+    has_text: bool = field(init=False)
+    weight: int = field(init=False)
 
-    @property
-    def has_text(self) -> bool:
-        """Whether tokenising is needed at all."""
-        return any(isinstance(part, str) for part in self.parts)
+    def __post_init__(self) -> None:
+        texts = [part for part in self.parts if isinstance(part, str)]
+        object.__setattr__(self, "has_text", bool(texts))
+        object.__setattr__(self, "weight", len(self.parts) + sum(map(len, texts)))
 
 
 def read_prompts(value: Any) -> list[Prompt]:
@@ -144,20 +150,36 @@ async def tokenize(
     """
     if not prompt.has_text:
         return cast("tuple[int, ...]", prompt.parts)
-    request = tokenize_request(prompt, add_special=add_special, parse_special=parse_special)
-    request.omit_pieces = True
+    request = await off_loop(
+        lambda: tokenize_request(prompt, add_special=add_special, parse_special=parse_special),
+        weight=prompt.weight,
+    )
     request.vocabulary = backend.vocabulary
     call = backend.service.tokenization.Tokenize(request, metadata=backend.metadata)
     reply = await answer(call)
-    tokens = reply.tokens
-    return await off_loop(lambda: tuple(token.id for token in tokens), weight=len(tokens))
+    return await off_loop(lambda: tuple(ids_of(reply)), weight=num_tokens(reply))
+
+
+def ids_of(reply: tokenization_pb2.TokenizeResponse) -> list[int]:
+    """The ids of an answer to `tokenize_request`; a service of before sends them one by one."""
+    return list(in_pieces(reply.ids)) or [token.id for token in reply.tokens]
+
+
+def num_tokens(reply: tokenization_pb2.TokenizeResponse) -> int:
+    """How many tokens an answer has, in whichever form."""
+    return len(reply.ids) + len(reply.tokens)
 
 
 def tokenize_request(
-    prompt: Prompt, *, add_special: bool, parse_special: bool
+    prompt: Prompt, *, add_special: bool, parse_special: bool, has_pieces: bool = False
 ) -> tokenization_pb2.TokenizeRequest:
-    """The call that tokenises a prompt."""
-    request = tokenization_pb2.TokenizeRequest(add_special=add_special, parse_special=parse_special)
+    """The call that tokenises a prompt; `has_pieces` asks for more than the ids."""
+    request = tokenization_pb2.TokenizeRequest(
+        add_special=add_special,
+        parse_special=parse_special,
+        omit_pieces=not has_pieces,
+        ids_only=not has_pieces,
+    )
     match prompt.parts:
         case (str() as text,):
             request.text = text

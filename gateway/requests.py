@@ -22,6 +22,7 @@ from gateway.backend import Backend
 from gateway.errors import ApiError, ErrorKind, FieldError, invalid
 from gateway.facts import SAMPLER_VALUES, Facts
 from gateway.fields import Trigger, lenient_integer
+from gateway.off_loop import extend
 from gateway.prompts import Prompt, tokenize
 from gateway.schema import RANDOM_SEED, BiasEntry, CompletionParams
 from gateway.service import answer
@@ -178,7 +179,7 @@ def _request(
 ) -> generation_pb2.GenerateRequest:
     params = resolved.params
     request = generation_pb2.GenerateRequest(
-        tokens=common_pb2.TokenIds(ids=prompt),
+        tokens=common_pb2.TokenIds(),
         sampling=_sampling(resolved),
         stop=params.stop,
         ignore_eos=params.is_eos_banned,
@@ -193,6 +194,7 @@ def _request(
         annotation=_annotation(params),
         vocabulary=facts.model.vocabulary,
     )
+    extend(request.tokens.ids, prompt)
     if params.token_limit is not None:
         request.max_tokens = params.token_limit
     if params.n_probs > 0:

@@ -14,6 +14,7 @@ from gateway.embeddings import MAX_INPUTS, embeddings_of
 from gateway.errors import invalid, not_supported
 from gateway.exchange import Exchange
 from gateway.fields import lenient_flag, lenient_integer, members_of
+from gateway.off_loop import off_loop
 from gateway.peer_json import Json
 
 _DISABLED = "This server does not support reranking. Start it with `--reranking`"
@@ -43,13 +44,19 @@ async def rerank(exchange: Exchange) -> Response:
     if not backend.facts.info.features.reranking:
         await connection.body()
         raise not_supported(_DISABLED)
-    asked = _read(members_of(await connection.json()), backend.facts.name)
-    inputs = [
+    body = members_of(await connection.json())
+    weight = connection.body_bytes
+    asked = await off_loop(lambda: _read(body, backend.facts.name), weight=weight)
+    inputs = await off_loop(lambda: _inputs(asked), weight=weight)
+    scoring = embeddings_of(backend, inputs, rows=[1] * len(inputs))
+    return json_response(_answer(asked, await connection.while_connected(scoring)))
+
+
+def _inputs(asked: _Asked) -> list[embedding_pb2.EmbedInput]:
+    return [
         embedding_pb2.EmbedInput(pair=embedding_pb2.RankPair(query=asked.query, document=text))
         for text in asked.documents
     ]
-    scoring = embeddings_of(backend, inputs, rows=[1] * len(inputs))
-    return json_response(_answer(asked, await connection.while_connected(scoring)))
 
 
 def _read(body: Mapping[str, Any], model_name: str) -> _Asked:

@@ -14,9 +14,9 @@ from gateway.connection import json_response
 from gateway.errors import server_fault, wrong_type
 from gateway.exchange import Exchange
 from gateway.fields import lenient_flag, members_of
-from gateway.off_loop import off_loop
+from gateway.off_loop import extend, off_loop
 from gateway.peer_json import Json
-from gateway.prompts import check_vocabulary, read_mixed, tokenize_request
+from gateway.prompts import check_vocabulary, ids_of, num_tokens, read_mixed, tokenize_request
 from gateway.service import answer
 
 
@@ -32,7 +32,7 @@ async def tokenize(exchange: Exchange) -> Response:
     reply = await connection.while_connected(answer(call))
     return await off_loop(
         lambda: _tokens_response(reply, has_pieces=not request.omit_pieces),
-        weight=len(reply.tokens),
+        weight=num_tokens(reply),
     )
 
 
@@ -42,14 +42,15 @@ async def detokenize(exchange: Exchange) -> Response:
     if "tokens" not in body:
         return json_response({"content": ""})
     backend, connection = exchange.backend, exchange.connection
-    tokens = await off_loop(
-        lambda: _token_ids(body["tokens"], backend.facts.model.vocab_size),
+    request = await off_loop(
+        lambda: _detokenize_request(body["tokens"], backend.facts.model.vocab_size),
         weight=connection.body_bytes,
     )
-    request = tokenization_pb2.DetokenizeRequest(token_ids=tokens, render_special=True)
     call = backend.service.tokenization.Detokenize(request, metadata=backend.metadata)
     reply = await exchange.connection.while_connected(answer(call))
-    return json_response({"content": reply.text})
+    return await off_loop(
+        lambda: json_response({"content": reply.text}), weight=connection.body_bytes
+    )
 
 
 async def apply_template(exchange: Exchange) -> Response:
@@ -93,18 +94,17 @@ def _request(body: Mapping[str, Any], vocab_size: int) -> tokenization_pb2.Token
     except ValueError as error:
         raise server_fault(str(error)) from error
     check_vocabulary([prompt], vocab_size)
-    request = tokenize_request(
+    return tokenize_request(
         prompt,
         add_special=lenient_flag(body.get("add_special"), False),
         parse_special=lenient_flag(body.get("parse_special"), True),
+        has_pieces=lenient_flag(body.get("with_pieces"), False),
     )
-    request.omit_pieces = not lenient_flag(body.get("with_pieces"), False)
-    return request
 
 
 def _tokens_response(reply: tokenization_pb2.TokenizeResponse, *, has_pieces: bool) -> Response:
     if not has_pieces:
-        return json_response({"tokens": [token.id for token in reply.tokens]})
+        return json_response({"tokens": ids_of(reply)})
     tokens: list[Json] = [{"id": t.id, "piece": _piece(t.piece)} for t in reply.tokens]
     return json_response({"tokens": tokens})
 
@@ -115,6 +115,12 @@ def _piece(piece: bytes) -> Json:
         return piece.decode()
     except UnicodeDecodeError:
         return list(piece)
+
+
+def _detokenize_request(value: Any, vocab_size: int) -> tokenization_pb2.DetokenizeRequest:
+    request = tokenization_pb2.DetokenizeRequest(render_special=True)
+    extend(request.token_ids, _token_ids(value, vocab_size))
+    return request
 
 
 def _token_ids(value: Any, vocab_size: int) -> list[int]:

@@ -19,8 +19,9 @@ from service import convert, telemetry
 from service.bridge import Bridge
 from service.deadline import CallDeadline
 from service.loaded import LoadedModel
+from service.off_loop import off_loop
 from service.poolings import POOLINGS, WIRE_POOLINGS
-from service.prompt import encode
+from service.prompt import ids_of
 from service.validate import check_embed, check_vocabulary, limits_of
 
 EmbedRequest = embedding_pb2.EmbedRequest
@@ -60,15 +61,14 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             EngineError: The request was refused or failed.
         """
         begun_s = self._clock()
-        async with self._bridge.admit(request.ByteSize()) as model:
+        async with self._bridge.admit(telemetry.current().request_bytes) as model:
             deadline = CallDeadline.of(context)
             # The stub promises a float; a call without a deadline answers None.
             remaining_s = cast("float | None", context.time_remaining())
             deadline_s = None if remaining_s is None else model.engine.now_s() + remaining_s
             check_vocabulary(request.vocabulary, model)
-            check_embed(request, limits_of(model))
-            plan = await _plan(request, model)
             record = telemetry.current()
+            plan = await off_loop(lambda: _plan(request, model), weight=record.request_bytes)
             record.trace.operation, record.trace.model = "embeddings", model.names.model_id
             record.trace.mark("queue")
             requests = [
@@ -107,7 +107,8 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
 
-async def _plan(request: EmbedRequest, model: LoadedModel) -> _Plan:
+def _plan(request: EmbedRequest, model: LoadedModel) -> _Plan:
+    check_embed(request, limits_of(model))
     embedding = model.embedding
     if embedding is None:
         raise NotSupported("embeddings: the server was not started for them")
@@ -116,35 +117,35 @@ async def _plan(request: EmbedRequest, model: LoadedModel) -> _Plan:
         pooling = POOLINGS[request.pooling]
     inputs: list[Sequence[int]] = []
     for index, entry in enumerate(request.inputs):
-        inputs.append(await _tokens(entry, index, model, pooling))
+        inputs.append(_tokens(entry, index, model, pooling))
     _check_reply(inputs, pooling, model.facts.embedding_size)
     norm = request.norm if request.HasField("norm") else embedding.norm
     return _Plan(pooling, norm, inputs)
 
 
-async def _tokens(
+def _tokens(
     entry: embedding_pb2.EmbedInput, index: int, model: LoadedModel, pooling: Pooling
 ) -> Sequence[int]:
     match entry.WhichOneof("input"):
         case "tokens":
-            tokens: Sequence[int] = entry.tokens.ids
+            tokens: Sequence[int] = ids_of(entry.tokens.ids)
         case "pair":
             if pooling is not Pooling.RANK:
                 raise InvalidField(f"inputs[{index}]", "a pair, which needs RANK pooling")
-            tokens = await _pair_tokens(entry.pair, model)
+            tokens = _pair_tokens(entry.pair, model)
         case _:
-            tokens = await encode(model.tokenizer, entry.text)
+            tokens = model.tokenizer.encode(entry.text, add_special=True, parse_special=True)
     if not tokens:
         raise InvalidField(f"inputs[{index}]", "has no tokens")
     return tokens
 
 
-async def _pair_tokens(pair: embedding_pb2.RankPair, model: LoadedModel) -> Sequence[int]:
+def _pair_tokens(pair: embedding_pb2.RankPair, model: LoadedModel) -> Sequence[int]:
     layout, tokenizer = model.pairs, model.tokenizer
     if (text := layout.filled(pair.query, pair.document)) is not None:
-        return await encode(tokenizer, text, add_special=False)
+        return tokenizer.encode(text, add_special=False, parse_special=True)
     query, document = [
-        await encode(tokenizer, text, add_special=False, parse_special=False)
+        tokenizer.encode(text, add_special=False, parse_special=False)
         for text in (pair.query, pair.document)
     ]
     return [*layout.before, *query, *layout.between, *document, *layout.behind]

@@ -21,7 +21,8 @@ from service.deadline import CallDeadline
 from service.idle_slots import IdleSlotLog
 from service.loaded import LoadedModel
 from service.metrics import Metrics
-from service.prompt import read_prompt
+from service.off_loop import off_loop, on_thread
+from service.prompt import Prompt, read_prompt
 from service.reasoning import read_budget
 from service.validate import check_generate, check_vocabulary, limits_of
 
@@ -72,35 +73,36 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         record = telemetry.current()
         deadline = CallDeadline.of(context)
         arrived_s = self._clock()
-        async with self._bridge.admit(request.ByteSize()) as model:
+        async with self._bridge.admit(telemetry.current().request_bytes) as model:
             waited_s = self._clock() - arrived_s
             deadline_s = _deadline(context, model.engine.now_s())
-            requests, output = await _read(request, model, deadline_s)
+            requests, prompt, output = await _read(request, model, deadline_s)
             prompt_text = ""
             observer = _Observer(record, self._metrics, self._clock, len(requests), waited_s)
             answer = _Answer(record.request_id, output)
             running = self._bridge.events(requests, deadline.cause, model=model)
-            async with aclosing(running) as events:
-                async for sample, event in events:
-                    if isinstance(event, Started):
-                        self._idle_slots.started(event, model.engine.snapshot())
-                    if observer.see(sample, event):
-                        # A client may drop the call as soon as it has the last message.
-                        record.code = "OK"
-                    message = answer.message(sample, event)
-                    if request.return_prompt_text and isinstance(event, Finished):
-                        prompt_text = prompt_text or await _text_of(requests[0], model)
-                        message.finished.prompt_text = prompt_text
-                    yield message
+            with prompt.counted():
+                async with aclosing(running) as events:
+                    async for sample, event in events:
+                        if isinstance(event, Started):
+                            self._idle_slots.started(event, model.engine.snapshot())
+                        if observer.see(sample, event):
+                            # A client may drop the call as soon as it has the last message.
+                            record.code = "OK"
+                        message = answer.message(sample, event)
+                        if request.return_prompt_text and isinstance(event, Finished):
+                            prompt_text = prompt_text or await _text_of(requests[0], model)
+                            message.finished.prompt_text = prompt_text
+                        yield message
 
 
 async def _read(
     request: GenerateRequest, model: LoadedModel, deadline_s: float | None
-) -> tuple[Sequence[Request], ChatOutput | None]:
+) -> tuple[Sequence[Request], Prompt, ChatOutput | None]:
     """Checks a request and makes what the engine runs, one per sample."""
     check_vocabulary(request.vocabulary, model)
-    check_generate(request, limits_of(model))
     record = telemetry.current()
+    await off_loop(lambda: check_generate(request, limits_of(model)), weight=record.weight)
     record.trace.operation = "chat" if request.HasField("chat") else "text_completion"
     record.trace.model = model.names.model_id
     record.trace.settings = _settings(request)
@@ -108,7 +110,10 @@ async def _read(
     constraint = await read_constraint(request, model, prompt.chat)
     output: ChatOutput | None = None
     if prompt.chat is not None:
-        output = await asyncio.to_thread(plan_output, request, prompt.chat, model)
+        chat = prompt.chat
+        output = await on_thread(
+            lambda: plan_output(request, chat, model), weight=record.request_bytes
+        )
         constraint = output.constraint or constraint
     requests = convert.to_requests(
         request,
@@ -124,7 +129,7 @@ async def _read(
         requests = tuple(
             replace(one, preserved_tokens=one.preserved_tokens | output.shown) for one in requests
         )
-    return requests, output
+    return requests, prompt, output
 
 
 async def _text_of(request: Request, model: LoadedModel) -> str:

@@ -36,6 +36,7 @@ from service.errors import (
 )
 from service.keys import Access, KeyRing
 from service.metrics import Metrics
+from service.off_loop import HEAVY, on_thread
 from service.stall import Stall
 
 # grpc types a handler by its arity and its messages; here every one is treated alike. Only the
@@ -102,7 +103,9 @@ class Telemetry(grpc.aio.ServerInterceptor):
         async def measured(request: Any, context: Context) -> Any:
             deadline = CallDeadline.of(context, self._clock)
             try:
-                response = await inner(request, context)
+                running = inner(request, context)
+                del request  # see `_fenced`
+                response = await running
                 record.code = "OK"
                 return response
             finally:
@@ -173,7 +176,7 @@ class Fence(grpc.aio.ServerInterceptor):
     def _driven(self, inner: Behaviour, parse: Callable[[Any], Any]) -> Behaviour:
         async def driven(request: Any, context: Context) -> Any:
             try:
-                message = _parse(parse, request)
+                message = await _parse(parse, request)
             finally:
                 await _announce(context)
             result: Any = inner(message, context)
@@ -199,27 +202,35 @@ class Fence(grpc.aio.ServerInterceptor):
 
 
 def _fenced(inner: Behaviour) -> Behaviour:
+    """Ends a failed call with its status.
+
+    What `abort` raises is kept by the call and keeps the frames that it passes, and those of the
+    error in whose handling it is raised: a circle, which only the collector takes away, much later.
+    No request, of megabytes perhaps, may hang on that.
+    """
+
     async def fenced(request: Any, context: Context) -> Any:
         try:
-            return await inner(request, context)
+            running = inner(request, context)
+            del request
+            return await running
         except grpc.aio.BaseError:
             # The transport failed under a write: there is nobody left to answer.
             raise
-        except EngineError as error:
-            await _abort(context, error)
         except Exception as error:
-            await _abort(context, _logged(error))
+            status = _status_of(error)
+        running = None
+        return await context.abort_with_status(status)
 
     return fenced
 
 
-async def _abort(context: Context, error: EngineError) -> None:
-    if error.reason not in ERROR_TABLE:
+def _status_of(error: Exception) -> grpc.Status:
+    if not isinstance(error, EngineError) or error.reason not in ERROR_TABLE:
         error = _logged(error)
     telemetry.current().reason = error.reason
     # grpcio-status has no types.
-    status = rpc_status.to_status(to_status(error))  # pyright: ignore[reportUnknownMemberType]
-    await context.abort_with_status(status)
+    return rpc_status.to_status(to_status(error))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _logged(error: Exception) -> Internal:
@@ -231,10 +242,15 @@ def _logged(error: Exception) -> Internal:
     return Internal(record.error_id)
 
 
-def _parse(parse: Callable[[Any], Any], request: Any) -> Any:
-    """Parses a request and takes over the id that it may bring."""
+async def _parse(parse: Callable[[Any], Any], request: Any) -> Any:
+    """Parses a request, a long one off the loop, and takes over the id that it may bring."""
+    size = len(request) if isinstance(request, bytes) else 0
+    telemetry.current().request_bytes = size
     try:
-        message = parse(request)
+        if size > HEAVY:
+            message = await on_thread(lambda: parse(request), weight=size)
+        else:
+            message = parse(request)
     except DecodeError as error:
         raise InvalidField("request", "the bytes are not a message of this call") from error
     own_id = getattr(message, "request_id", "")

@@ -36,6 +36,7 @@ from kvarts.v1 import (
 )
 
 from engine.errors import EngineError
+from engine.memory.allocator import trim
 from engine.rebuild import RebuildState
 from engine.slots.store import SlotStore
 from engine.types import EventSink
@@ -53,6 +54,7 @@ from service.keys import KeyRing
 from service.loaded import LoadedModel, LoadModel
 from service.loop_lag import watch_loop_lag
 from service.lora import LoraServicer
+from service.memory_watch import watch_memory
 from service.metrics import Metrics, MetricsServer
 from service.model import ModelServicer
 from service.model_loader import ModelLoader
@@ -169,6 +171,7 @@ class Server:
         self._bind()
         await self._grpc.start()
         self._spawn(watch_loop_lag(self._metrics.observe_loop_lag))
+        self._spawn(watch_memory(trim))
         self.reloads = self._watched_files()
         self._spawn(self.reloads.watch())
 

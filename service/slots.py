@@ -25,7 +25,7 @@ from service.errors import SlotSaveDisabled
 from service.faults import Faults
 from service.loaded import LoadedModel
 from service.metrics import Metrics
-from service.prompt import read_prompt
+from service.prompt import Prompt, read_prompt
 from service.validate import (
     MAX_PAGE_SIZE,
     check_filename,
@@ -108,20 +108,22 @@ class SlotServicer(slot_pb2_grpc.SlotServiceServicer):
             check_save(request, limits_of(model))
             _require_slot(request.slot_id, model)
             store = _store(model)
-            warming = await _warming(request, model, context)
+            prompt = await _prompt(request, model)
             tenant = telemetry.current().tenant
             fingerprint = await _fingerprint(store.identity, context)
             order = store.save_order(request.filename, tenant, fingerprint)
             save = Save(request.slot_id, order, request.fail_if_busy, _owner())
-            if warming is None:
+            if prompt is None:
                 saved = await self._bridge.save(save, model)
                 return convert.from_saved(saved, request.filename)
             cause = CallDeadline.of(context).cause
             response = SaveResponse()
+            warming = _warming(request, prompt, model, context)
             running = self._bridge.events([warming], cause, save=save, model=model)
-            async with aclosing(running) as events:
-                async for _, event in events:
-                    _observe(response, event)
+            with prompt.counted():
+                async with aclosing(running) as events:
+                    async for _, event in events:
+                        _observe(response, event)
             saved = await self._bridge.outcome(save)
             response.MergeFrom(convert.from_saved(saved, request.filename))
             return response
@@ -240,8 +242,8 @@ def _time_left(context: Context) -> float | None:
     return cast("float | None", context.time_remaining())
 
 
-async def _warming(request: SaveRequest, model: LoadedModel, context: Context) -> Request | None:
-    """The request that computes the prompt, None where there is none.
+async def _prompt(request: SaveRequest, model: LoadedModel) -> Prompt | None:
+    """The prompt that is to be computed, None where there is none.
 
     Raises:
         InvalidField: The prompt has no tokens.
@@ -253,6 +255,10 @@ async def _warming(request: SaveRequest, model: LoadedModel, context: Context) -
     prompt = await read_prompt(request, model)
     if not prompt.tokens:
         raise InvalidField(kind, "a prompt of no tokens")
+    return prompt
+
+
+def _warming(request: SaveRequest, prompt: Prompt, model: LoadedModel, context: Context) -> Request:
     record = telemetry.current()
     left_s = _time_left(context)
     return Request(

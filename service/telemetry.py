@@ -18,6 +18,8 @@ from typing import Protocol
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
+# Fields of a request that the loop looks through in a few milliseconds at the very worst.
+_SOON_BYTES = 64 << 10
 _REQUEST_ID = re.compile(r"[!-~]{1,36}")
 
 
@@ -50,8 +52,8 @@ class RpcRecord:
     """One RPC as its log line shows it; a field that stays None is left out.
 
     `rpc` is `Service/Method`, `tenant` the hash of a key (empty with a single tenant), durations
-    are seconds on a monotonic clock. `owns_all`: the caller may act on every tenant's content. A
-    servicer sets `code` to OK as soon as the answer is whole:
+    are seconds on a monotonic clock. `owns_all`: the caller may act on every tenant's content.
+    `request_bytes` is how long the request was, and no part of the line. A servicer sets `code` to OK as soon as the answer is whole:
     a client that goes away then has been served.
     """
 
@@ -71,12 +73,18 @@ class RpcRecord:
     queue_s: float | None = None
     ttft_s: float | None = None
     duration_s: float | None = None
+    request_bytes: int = 0
     trace: CallTrace = field(default_factory=CallTrace)
+
+    @property
+    def weight(self) -> int:
+        """What checking the request weighs (`service.off_loop`): nothing where that is soon done."""
+        return self.request_bytes if self.request_bytes > _SOON_BYTES else 0
 
     def fields(self) -> dict[str, object]:
         """Returns what the log line carries."""
         shown = {one.name: getattr(self, one.name) for one in fields(self)}
-        del shown["owns_all"], shown["trace"]
+        del shown["owns_all"], shown["trace"], shown["request_bytes"]
         return {key: value for key, value in shown.items() if value not in (None, "")}
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import grpc
 from kvarts.v1 import tokenization_pb2, tokenization_pb2_grpc
 
+from engine.errors import InvalidField
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
+from service import telemetry
 from service.bridge import Bridge
 from service.json_text import parse_json
 from service.loaded import Tokenizer
+from service.off_loop import extend, in_pieces, off_loop
 from service.prompt import encode, render
 from service.validate import check_template, check_tokenize, check_vocab, check_vocabulary
 
@@ -23,6 +27,9 @@ TemplateRequest = tokenization_pb2.ApplyChatTemplateRequest
 TemplateResponse = tokenization_pb2.ApplyChatTemplateResponse
 SchemaRequest = tokenization_pb2.ConvertJsonSchemaRequest
 SchemaResponse = tokenization_pb2.ConvertJsonSchemaResponse
+
+# A token may be two bytes on the wire and many as text.
+MAX_TEXT_BYTES = 32 << 20
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,21 +50,10 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        model = await self._bridge.awake(request.ByteSize())
-        tokenizer = model.tokenizer
+        size = telemetry.current().request_bytes
+        model = await self._bridge.awake(size)
         check_vocabulary(request.vocabulary, model)
-        check_tokenize(request, tokenizer.vocab_size)
-        parse_special = request.parse_special if request.HasField("parse_special") else True
-        if request.WhichOneof("input") == "text":
-            tokens = await encode(
-                tokenizer,
-                request.text,
-                add_special=request.add_special,
-                parse_special=parse_special,
-            )
-        else:
-            tokens = await _encode_mixed(tokenizer, request, parse_special=parse_special)
-        return await asyncio.to_thread(_answer, tokenizer, tokens, request.omit_pieces)
+        return await off_loop(lambda: _tokenized(model.tokenizer, request), weight=size)
 
     async def Detokenize(
         self,
@@ -69,16 +65,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        tokenizer = (await self._bridge.awake(request.ByteSize())).tokenizer
-        check_vocab(request.token_ids, tokenizer.vocab_size)
-        render_special = request.render_special if request.HasField("render_special") else True
-        if request.as_prompt:
-            raw = await asyncio.to_thread(tokenizer.prompt_text, request.token_ids)
-        else:
-            raw = await asyncio.to_thread(
-                tokenizer.decode, request.token_ids, render_special=render_special
-            )
-        return DetokenizeResponse(text=raw.decode("utf-8", "replace"), raw=raw)
+        size = telemetry.current().request_bytes
+        tokenizer = (await self._bridge.awake(size)).tokenizer
+        return await off_loop(lambda: _detokenized(tokenizer, request), weight=size)
 
     async def ApplyChatTemplate(
         self,
@@ -90,8 +79,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         Raises:
             EngineError: The request was refused.
         """
-        model = await self._bridge.awake(request.ByteSize())
-        check_template(request)
+        record = telemetry.current()
+        model = await self._bridge.awake(record.request_bytes)
+        await off_loop(lambda: check_template(request), weight=record.weight)
         rendered = await render(request.chat, model)
         tokens = await encode(model.tokenizer, rendered.text)
         return TemplateResponse(prompt=rendered.text, prompt_tokens=len(tokens))
@@ -117,7 +107,19 @@ def _convert_schema(text: str) -> SchemaResponse:
     return SchemaResponse(grammar=converted.grammar, ignored=ignored)
 
 
-async def _encode_mixed(
+def _tokenized(tokenizer: Tokenizer, request: TokenizeRequest) -> TokenizeResponse:
+    check_tokenize(request, tokenizer.vocab_size)
+    parse_special = request.parse_special if request.HasField("parse_special") else True
+    if request.WhichOneof("input") == "text":
+        tokens = tokenizer.encode(
+            request.text, add_special=request.add_special, parse_special=parse_special
+        )
+    else:
+        tokens = _encode_mixed(tokenizer, request, parse_special=parse_special)
+    return _answer(tokenizer, tokens, request)
+
+
+def _encode_mixed(
     tokenizer: Tokenizer, request: TokenizeRequest, *, parse_special: bool
 ) -> list[int]:
     """Assembles a mixed prompt; special tokens are added only at an end that is text."""
@@ -125,11 +127,10 @@ async def _encode_mixed(
     tokens: list[int] = []
     for part in parts:
         if part.WhichOneof("part") == "tokens":
-            tokens += part.tokens.ids
+            for piece in in_pieces(part.tokens.ids):
+                tokens += piece
         else:
-            tokens += await encode(
-                tokenizer, part.text, add_special=False, parse_special=parse_special
-            )
+            tokens += tokenizer.encode(part.text, add_special=False, parse_special=parse_special)
     if not parts or not request.add_special:
         return tokens
     # What stands around an empty text is what stands around any.
@@ -141,13 +142,33 @@ async def _encode_mixed(
     return [*head, *tokens, *tail]
 
 
-def _answer(tokenizer: Tokenizer, tokens: list[int], omit_pieces: bool) -> TokenizeResponse:
+def _answer(
+    tokenizer: Tokenizer, tokens: Sequence[int], request: TokenizeRequest
+) -> TokenizeResponse:
     response = TokenizeResponse()
+    if request.ids_only:
+        extend(response.ids, tokens)
+        return response
     # Made inside the response: a message of its own per token takes ten times the memory.
     add = response.tokens.add
     for i in tokens:
-        if omit_pieces:
+        if request.omit_pieces:
             add(id=i)
         else:
             add(id=i, piece=tokenizer.piece(i, render_special=True))
     return response
+
+
+def _detokenized(tokenizer: Tokenizer, request: DetokenizeRequest) -> DetokenizeResponse:
+    render_special = request.render_special if request.HasField("render_special") else True
+    ids, parts, size = request.token_ids, list[bytes](), 0
+    for piece in in_pieces(ids):
+        check_vocab(piece, tokenizer.vocab_size)
+        parts.append(tokenizer.decode(piece, render_special=render_special))
+        size += len(parts[-1])
+        if size > MAX_TEXT_BYTES:
+            raise InvalidField(
+                "token_ids", f"the text of {len(ids)} tokens is over {MAX_TEXT_BYTES} bytes"
+            )
+    raw = tokenizer.prompt_text(ids) if request.as_prompt else b"".join(parts)
+    return DetokenizeResponse(text=raw.decode("utf-8", "replace"), raw=raw)

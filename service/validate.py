@@ -28,6 +28,7 @@ from engine.errors import ContextOverflow, InvalidField, TokenNotInVocab, Vocabu
 from service import telemetry
 from service.faults import Faults, shown
 from service.loaded import LoadedModel
+from service.off_loop import in_pieces
 
 MAX_INT32 = 2**31 - 1
 MAX_STOPS = 256
@@ -137,6 +138,11 @@ def check_vocab(tokens: Iterable[int], vocab_size: int) -> None:
     largest = max(tokens, default=0)
     if largest >= vocab_size:
         raise TokenNotInVocab(token_id=largest, vocab_size=vocab_size)
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    for piece in in_pieces(ids):
+        check_vocab(piece, vocab_size)
 
 
 def check_adapters(faults: Faults, field: str, adapters: common_pb2.AdapterScales) -> None:
@@ -350,7 +356,7 @@ def check_tokenize(request: tokenization_pb2.TokenizeRequest, vocab_size: int) -
             faults.add(f"mixed.parts[{i}]", "empty: one of text, tokens is required")
     faults.raise_if_any()
     for part in request.mixed.parts:
-        check_vocab(part.tokens.ids, vocab_size)
+        _check_ids(part.tokens.ids, vocab_size)
 
 
 def check_template(request: tokenization_pb2.ApplyChatTemplateRequest) -> None:
@@ -386,7 +392,7 @@ def check_embed(request: embedding_pb2.EmbedRequest, limits: Limits) -> None:
     check_adapters(faults, "adapters", request.adapters)
     faults.raise_if_any()
     for entry in request.inputs:
-        check_vocab(entry.tokens.ids, limits.vocab_size)
+        _check_ids(entry.tokens.ids, limits.vocab_size)
 
 
 def check_slot_id(

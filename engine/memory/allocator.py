@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 # malloc.h
 _M_TRIM_THRESHOLD = -1
@@ -30,3 +32,19 @@ def limit_heaps() -> None:
     # Left alone, both grow with the arrays that are freed, to 32 and to 64 MiB.
     mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def trim() -> None:
+    """Returns what is freed already, in a few milliseconds; any thread may ask."""
+    malloc_trim = _malloc_trim()
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Glibc's own call; other allocators have none and need none."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):
+        return None

@@ -7,25 +7,17 @@ for ever unless asked: some hundred megabytes.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
-from collections.abc import Callable
 
 import jax
+
+from engine.memory.allocator import trim
 
 
 def give_back() -> None:
     """Returns it to the system, in some ten milliseconds; any thread may ask."""
     gc.collect()
     trim()
-
-
-def trim() -> None:
-    """Returns what is freed already, in a few milliseconds; any thread may ask."""
-    malloc_trim = _malloc_trim()
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 def forget_programs() -> None:
@@ -36,12 +28,3 @@ def forget_programs() -> None:
     """
     jax.clear_caches()
     give_back()
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Glibc's own call; other allocators have none and need none."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, TypeError, AttributeError):
-        return None

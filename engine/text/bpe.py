@@ -23,6 +23,8 @@ from engine.text.pretokenizers import PreTokenizer
 from engine.text.token_table import TokenTable
 
 _PART_CHARS = 128 << 10
+# Characters that are merged in a few milliseconds.
+_SOON_CHARS = 16 << 10
 _NEWLINES = re.compile("(\n+)")
 
 
@@ -90,7 +92,7 @@ class BpeEncoder:
 
     def _merge(self, text: str) -> list[int]:
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._ids_of(text)
         except BaseException as error:
             # The package panics, past every `except Exception`, where its regular expressions
             # meet a single word of about ten million characters.
@@ -102,6 +104,13 @@ class BpeEncoder:
         if not self._spellings:
             return ids
         return list(chain.from_iterable(self._spellings.get(i, (i,)) for i in ids))
+
+    def _ids_of(self, text: str) -> list[int]:
+        if len(text) <= _SOON_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Of the package's calls those for batches alone let go of the interpreter's lock.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
 
 def _parse_merges(merges: Sequence[str]) -> list[tuple[str, str]]:

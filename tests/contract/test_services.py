@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import threading
+import types
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 from kvarts.v1 import (
     common_pb2,
@@ -19,9 +23,11 @@ from kvarts.v1 import (
 )
 
 from engine.scheduling.erasing import ErasedSlot
-from engine.types import Sampler, SamplingParams
+from engine.types import Request, Sampler, SamplingParams
+from service import tokenization
 from service.defaults import GenerationDefaults
 from service.loaded import ModelNames
+from service.off_loop import HEAVY
 from tests.contract.calls import CHAT
 from tests.contract.serving import (
     CONFIG,
@@ -31,6 +37,7 @@ from tests.contract.serving import (
     StepGate,
     failure,
     gated_runner,
+    read_failure,
     serving,
 )
 from tests.fake_text import FakeTokenizer
@@ -62,6 +69,9 @@ async def test_tokenize_a_text() -> None:
         assert await ids(it, TokenizeRequest(text="ab", add_special=True)) == [BOS, A, B]
         assert await ids(it, TokenizeRequest(text="")) == []
         bare = await it.tokenization.Tokenize(TokenizeRequest(text="a", omit_pieces=True))
+        alone = await it.tokenization.Tokenize(TokenizeRequest(text="a\u20ac", ids_only=True))
+    assert list(alone.ids) == [token.id for token in reply.tokens]
+    assert not alone.tokens
     # The euro's bytes are no characters of their own.
     assert [token.piece for token in reply.tokens] == [b"a", b"\xe2", b"\x82", b"\xac"]
     assert [(token.id, token.piece) for token in bare.tokens] == [(A, b"")]
@@ -70,6 +80,63 @@ async def test_tokenize_a_text() -> None:
 async def test_a_long_text_is_tokenised_on_a_thread_with_the_same_result() -> None:
     async with serving() as it:
         assert await ids(it, TokenizeRequest(text="ab" * 1000)) == [A, B] * 1000
+
+
+class WatchedTokenizer(FakeTokenizer):
+    """Takes down how many texts are encoded at the same time, and on which threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = 0
+        self.most_at_once = 0
+        self.threads: list[str] = []
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        self.threads.append(threading.current_thread().name)
+        ids = super().encode(text, add_special=add_special, parse_special=parse_special)
+        self.running -= 1
+        return ids
+
+
+async def test_eight_long_texts_are_tokenised_one_after_another() -> None:
+    tokenizer, text = WatchedTokenizer(), "a" * (HEAVY + 1)
+    async with serving(model={"tokenizer": tokenizer}) as it:
+        asked = [TokenizeRequest(text=text, ids_only=True)] * 8
+        replies = await asyncio.gather(*(it.tokenization.Tokenize(one) for one in asked))
+    assert [len(reply.ids) for reply in replies] == [HEAVY + 1] * 8
+    assert len(tokenizer.threads) == 8
+    assert all(name.startswith("heavy") for name in tokenizer.threads)
+    assert tokenizer.most_at_once == 1
+
+
+async def test_a_long_request_is_parsed_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    parsed = TokenizeRequest.FromString
+
+    def parse(data: bytes) -> TokenizeRequest:
+        threads.append(threading.current_thread().name)
+        return parsed(data)
+
+    monkeypatch.setattr(tokenization_pb2.TokenizeRequest, "FromString", parse)
+    async with serving() as it:
+        for size in (1, HEAVY + 1):
+            await it.tokenization.Tokenize(TokenizeRequest(text="a" * size, ids_only=True))
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("heavy")
+
+
+async def test_ids_of_too_long_a_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "MAX_TEXT_BYTES", 3)
+    async with serving() as it:
+        fits = await it.tokenization.Detokenize(DetokenizeRequest(token_ids=[A, B, A]))
+        refused = await failure(
+            it.tokenization.Detokenize(DetokenizeRequest(token_ids=[A, B, A, B]))
+        )
+    assert fits.text == "aba"
+    assert refused.reason == "INVALID_FIELD"
+    assert "the text of 4 tokens is over 3 bytes" in refused.text
 
 
 def mixed(*parts: str | list[int]) -> tokenization_pb2.MixedPrompt:
@@ -351,3 +418,39 @@ async def test_each_call_has_one_log_line_without_its_content(
     everything = caplog.text + str(lines)
     for secret in ("canary", "sekret", "noted"):
         assert secret not in everything
+
+
+@pytest.mark.parametrize("prompt", [[A], [A] * 300])
+async def test_no_request_outlives_its_call(prompt: list[int]) -> None:
+    """Frames and errors that point at each other live until the collector's next full round."""
+    async with serving() as it:
+        request = GenerateRequest(tokens=common_pb2.TokenIds(ids=prompt), max_tokens=1)
+        outcomes = [await _outcome(it, request)]
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            outcomes.append(await _outcome(it, request))
+            gc.collect()
+            frames = [one for one in gc.garbage if isinstance(one, types.FrameType)]
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+            gc.garbage.clear()
+        kept = [frame.f_code.co_qualname for frame in frames if _holds_request(frame)]
+    assert outcomes == ["CONTEXT_OVERFLOW" if len(prompt) > 1 else ""] * 2
+    assert not kept
+
+
+async def _outcome(it: Serving, request: GenerateRequest) -> str:
+    """The reason of its refusal, "" where it went well."""
+    try:
+        _ = [reply async for reply in it.generation.Generate(request)]
+    except grpc.aio.AioRpcError as error:
+        return read_failure(error).reason
+    return ""
+
+
+def _holds_request(frame: types.FrameType) -> bool:
+    held = frame.f_locals.values()
+    return any(isinstance(one, bytes | GenerateRequest | Request) for one in held)

@@ -274,6 +274,8 @@ class FakeService(
             has_leading_text = bool(parts) and parts[0].HasField("text")
         if request.add_special and has_leading_text:
             tokens.insert(0, BOS)
+        if request.ids_only:
+            return tokenization_pb2.TokenizeResponse(ids=tokens)
         return tokenization_pb2.TokenizeResponse(
             tokens=[tokenization_pb2.Token(id=t, piece=decode([t])) for t in tokens]
         )

@@ -11,13 +11,13 @@ import pytest
 _ENTRIES = 300_000
 _MAX_GROWTH_BYTES = 100 << 20
 
-_TOKENIZE = "_answer(None, range(n), True)"
+_TOKENIZE = "_answer(None, range(n), TokenizeRequest(omit_pieces=True))"
 _LOGPROBS = "_logprobs(TokenLogprobs(one, (one,) * n))"
 _PROGRAM = """
 import resource
 from engine.types import TokenLogprobs, TokenProb
 from service.convert import _logprobs
-from service.tokenization import _answer
+from service.tokenization import TokenizeRequest, _answer
 n, one = {entries}, TokenProb(1, b"x", -0.5)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 made = {made}
