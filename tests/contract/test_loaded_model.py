@@ -134,6 +134,22 @@ async def test_without_jinja_the_named_format_is_what_chats_are_written_in(tmp_p
     )
 
 
+async def test_ids_are_held_to_the_vocabulary_that_the_model_tells(
+    channel: grpc.aio.Channel,
+) -> None:
+    about: Any = model_pb2_grpc.ModelServiceStub(channel)
+    generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    vocabulary = (await about.GetModel(model_pb2.GetModelRequest())).model.vocabulary
+    assert len(bytes.fromhex(vocabulary)) == 32
+    request = GenerateRequest(tokens=common_pb2.TokenIds(ids=[1, 5]), max_tokens=1)
+    request.vocabulary = vocabulary
+    assert [reply async for reply in generation.Generate(request)]
+    request.vocabulary = "0" * 64
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(generation.Generate(request)))
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+
+
 async def test_each_sample_is_what_a_request_of_its_own_seed_would_be(
     channel: grpc.aio.Channel,
 ) -> None:
