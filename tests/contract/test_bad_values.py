@@ -137,6 +137,10 @@ async def test_texts_of_all_kinds_get_an_answer_or_a_named_fault() -> None:
                     request = rpc.request()
                     name = put(request, path, value)
                     failed = await answer(rpc, it.channel, request)
+                    # Any text may be a vocabulary's name; whoever names another may try again.
+                    is_stale = failed is not None and failed.reason == "VOCABULARY_CHANGED"
+                    if name == "vocabulary" and is_stale:
+                        continue
                     assert failed is None or failed.code in HONEST, (rpc.name, name, value, failed)
 
 
