@@ -70,7 +70,9 @@ class Admission:
 
     def refuse_if_too_long(self, arrival: Arrival) -> None:
         """Ends a waiting request for which the pool is too small even when empty."""
-        refusal = self._room.refusal(len(arrival.tokens))
+        # Behind shifts a sequence is longer than what its slot ever holds of it.
+        most = min(len(arrival.tokens), self._table.context_tokens)
+        refusal = self._room.refusal(most)
         if refusal is not None:
             self.refuse(arrival, refusal)
 

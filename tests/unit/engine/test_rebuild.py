@@ -297,6 +297,23 @@ def test_a_longer_request_is_refused_after_a_shrink_queued_or_not() -> None:
         drive.engine.submit(ask("late", PROMPT, 5))
 
 
+def test_what_has_shifted_past_the_pool_goes_on_after_a_rebuild() -> None:
+    failpoints = Failpoints()
+    drive = Drive(context_shift=True, kv_pages=32, failpoints=failpoints)
+    drive.engine.submit(ask("older", (5,), 150))
+    drive.engine.submit(ask("younger", (6, 7), 200))
+    drive.steps(143)  # more of each than the pool of 34 pages could hold at once
+    done = drive.engine.rebuild(RebuildWish(PoolSizes(kv=34), "r", drain_s=60.0))
+    drive.steps().on_the_side().steps()
+    failpoints.armed[Site.GROW] = 1.0
+    while not drive.engine.snapshot().queued:
+        drive.steps()
+    failpoints.disarm()
+    drive.rest()
+    assert done.result(0).current.kv == 34
+    assert drive.finished("younger").completion_tokens == 200
+
+
 # Draining.
 
 
