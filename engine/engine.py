@@ -34,7 +34,6 @@ from engine.errors import (
 )
 from engine.memory.errors import RebuildFailed
 from engine.memory.planner import MemoryPlan
-from engine.memory.split import ceilings
 from engine.pool_sleep import PoolSleep
 from engine.pools import Pools
 from engine.rebuild import (
@@ -57,7 +56,6 @@ from engine.types import (
     EngineConfig,
     EventSink,
     Failed,
-    PoolKind,
     Request,
     Snapshot,
 )
@@ -104,6 +102,8 @@ class Engine:
         self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
         self._save_s = 0.0
+        # The stop that the last step knew of.
+        self._seen_stop_at_s: float | None = None
         # Whether the last step did what was not told yet.
         self._holds = False
         self._fault: BaseException | None = None
@@ -245,7 +245,7 @@ class Engine:
         done: Future[RebuildReport] = Future()
         self._watch(done, lambda: self.rebuilds.ask(wish, done))
         # Who gives up wakes the engine, which may be waiting for the end of a drain.
-        done.add_done_callback(lambda _: self._post_locked(_nothing))
+        done.add_done_callback(lambda _: self._post_locked(lambda: None))
         return done
 
     def _rebuild_doors(self, parts: EngineParts) -> RebuildDoors:
@@ -308,7 +308,7 @@ class Engine:
         """
         with self._wake:
             commands, self._inbox = self._inbox, []
-            stop_at_s = self._stop_at_s
+            stop_at_s = self._seen_stop_at_s = self._stop_at_s
         if commands and self._holds:
             self._tell()  # who gets an answer from a command must find what was done before it
         failed_to_wake = self._sleep.wake() if commands else None
@@ -368,7 +368,9 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    self._wake.wait_for(self._is_wanted, self._patience())
+                    # What is waited for changes its end too: a stop may be asked for meanwhile.
+                    while not self._is_wanted() and self._wake.wait(self._patience()):
+                        pass
                 if not self.step(may_hold=True):
                     self._calls.close(ShuttingDown)
                     return
@@ -377,19 +379,29 @@ class Engine:
             self._die(error)
 
     def _is_busy(self) -> bool:
-        if self.rebuilds.is_running or self._scheduler.num_transfers:
-            return True
-        return self._scheduler.has_work
+        scheduler = self._scheduler
+        return self.rebuilds.is_running or scheduler.num_transfers > 0 or scheduler.has_work
 
     def _is_wanted(self) -> bool:
-        if self._inbox or self._scheduler.has_work or self.rebuilds.has_work:
+        """Whether to take a step now; whatever makes it so later notifies `_wake` or has a time.
+
+        A stop notifies, and the inbox takes everything else: requests, the pieces and the ends of
+        transfers, compiled programs, rebuilds that are given up. Times are those of `_patience`.
+        """
+        if self._inbox or self.rebuilds.has_work or self._stop_at_s != self._seen_stop_at_s:
+            return True
+        if self._scheduler.has_work and not self._scheduler.is_stalled:
             return True
         # After a stop it goes on until nothing runs; transfers report when they are through.
         return self._stop_at_s is not None and not self._scheduler.num_transfers
 
     def _patience(self) -> float | None:
-        """How long to wait at most: for a stop that was asked for, the end of a drain, or sleep."""
-        times = (self._stop_at_s, self.rebuilds.next_deadline_s, self._sleep.due_s)
+        """How long to wait at most: for a deadline, a stop, the end of a drain, or sleep."""
+        times = [self.rebuilds.next_deadline_s, self._sleep.due_s, self._stop_at_s]
+        if self._scheduler.num_waiting:
+            times.append(self._scheduler.next_deadline_s)
+            if self._stop_at_s is not None:
+                times.append(self._stop_at_s - self._save_s)
         ends = [at for at in times if at is not None]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
@@ -464,27 +476,13 @@ class Engine:
             raise NoSuchSlot(slot_id, self._limits.num_slots)
 
     def _describe(self) -> Snapshot:
-        queue_limit = self._gate.max_requests
-        most = ceilings(*self.pools.split())
-        now = describe(
-            self._scheduler, self._table, self._pages, self.pools.plan, queue_limit, most
-        )
-        adapters = self._loaded.described(self._scheduler.num_users)
-        now = replace(
+        now = describe(self._scheduler, self.pools, self._gate.max_requests)
+        return replace(
             now,
             step_times=self._step_timer.times,
-            adapters=adapters,
+            adapters=self._loaded.described(self._scheduler.num_users),
             is_asleep=self._sleep.is_asleep,
         )
-        if self.pools.experts is None:
-            return now
-        pool, figures = self.pools.experts()
-        pool = replace(pool, ceiling=most[PoolKind.MOE_CACHE])
-        return replace(now, pools=(*now.pools, pool), experts=figures)
-
-
-def _nothing() -> None:
-    """A command that only makes the engine look around."""
 
 
 def _settle(done: Future[T], work: Callable[[], T]) -> None:

@@ -65,6 +65,7 @@ class Scheduler:
             )
         )
         self._num_turns = 0
+        self._is_stalled = False
         self._flight: Flight | None = None
         # While the pools are about to be replaced, what waits goes on waiting.
         self.is_open = True
@@ -74,6 +75,19 @@ class Scheduler:
         """True while a step would do something."""
         waiting = len(self._queue) + len(self._erasures) + len(self.adapter_changes)
         return bool(self._rows) or waiting + self._transfers.num_waiting > 0
+
+    @property
+    def is_stalled(self) -> bool:
+        """True while a step would find all that waits still waiting for what transfers hold.
+
+        That changes with a command, of which the end of a transfer is one, or a deadline.
+        """
+        return self._is_stalled
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When the first waiting request expires; None if none ever does."""
+        return self._queue.next_deadline_s
 
     @property
     def is_flowing(self) -> bool:
@@ -193,6 +207,9 @@ class Scheduler:
         if self.is_open:
             self._transfers.run()
             self._admission.admit_all(now_s)
+        # With no row nothing below changes anything. What ended just now may have been waited for.
+        is_over = not self._rows and not self._ledger.has_events and not self.adapter_changes
+        self._is_stalled = is_over and self.num_transfers > 0
         self._shift_all()
         self._make_room()
         for row in self._rows.values():

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engine.memory.pages import PageAllocator
 from engine.memory.planner import MemoryPlan
+from engine.memory.split import ceilings
+from engine.pools import Pools
 from engine.scheduler import Scheduler
 from engine.scheduling.row import Row
 from engine.slots.table import Slot, SlotTable
 from engine.types import PoolInfo, PoolKind, SlotInfo, Snapshot
 
 
-def describe(
-    scheduler: Scheduler,
-    table: SlotTable,
-    pages: PageAllocator,
-    plan: MemoryPlan,
-    queue_limit: int,
-    ceilings: Mapping[PoolKind, int],
-) -> Snapshot:
-    """Returns the engine's state as one immutable value; `ceilings` are the pools' greatest sizes."""
+def describe(scheduler: Scheduler, pools: Pools, queue_limit: int) -> Snapshot:
+    """Returns the engine's state as one immutable value."""
+    table, pages, plan = pools.table, pools.pages, pools.plan
+    most = ceilings(*pools.split())
+    experts, figures = pools.experts() if pools.experts else (None, None)
     rows = {row.home.slot_id: row for row in scheduler.rows}
     return Snapshot(
         slots=tuple(
             _slot_info(slot, rows.get(slot.slot_id), table.context_tokens) for slot in table.slots
         ),
         pools=(
-            *_kv_info(table, pages, plan, ceilings),
-            *_swa_info(table, plan, ceilings),
-            *_mamba_info(table, plan, ceilings),
+            *_kv_info(table, pages, plan, most),
+            *_swa_info(table, plan, most),
+            *_mamba_info(table, plan, most),
+            *([replace(experts, ceiling=most[PoolKind.MOE_CACHE])] if experts else []),
         ),
         running=len(rows),
         queued=scheduler.num_waiting,
         queue_limit=queue_limit,
         counters=scheduler.counters,
         host_cache_bytes=table.index.host_tier.used.total,
+        experts=figures,
     )
 
 
@@ -57,7 +58,7 @@ def _slot_info(slot: Slot, row: Row | None, context_tokens: int) -> SlotInfo:
 
 
 def _kv_info(
-    table: SlotTable, pages: PageAllocator, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
+    table: SlotTable, pages: PageAllocator, plan: MemoryPlan, most: Mapping[PoolKind, int]
 ) -> tuple[PoolInfo, ...]:
     """The pages of full attention; where they have no bytes they are no pool."""
     if not plan.page_bytes:
@@ -72,7 +73,7 @@ def _kv_info(
             pinned=len(idle),
             cached=pages.size - pages.num_free - len(busy) - len(idle),
             floor=plan.kv_floor,
-            ceiling=ceilings[PoolKind.KV],
+            ceiling=most[PoolKind.KV],
             unit_bytes=plan.page_bytes,
             unit_tokens=plan.page_tokens,
         ),
@@ -80,7 +81,7 @@ def _kv_info(
 
 
 def _swa_info(
-    table: SlotTable, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
+    table: SlotTable, plan: MemoryPlan, most: Mapping[PoolKind, int]
 ) -> tuple[PoolInfo, ...]:
     """The window pool, of models that have one."""
     if plan.window is None or table.windows is None:
@@ -96,7 +97,7 @@ def _swa_info(
             pinned=pinned,
             cached=size - free - used - pinned,
             floor=plan.window.floor,
-            ceiling=ceilings[PoolKind.SWA],
+            ceiling=most[PoolKind.SWA],
             unit_bytes=plan.window.page_bytes,
             unit_tokens=plan.page_tokens,
         ),
@@ -104,7 +105,7 @@ def _swa_info(
 
 
 def _mamba_info(
-    table: SlotTable, plan: MemoryPlan, ceilings: Mapping[PoolKind, int]
+    table: SlotTable, plan: MemoryPlan, most: Mapping[PoolKind, int]
 ) -> tuple[PoolInfo, ...]:
     """The states of recurrent layers, of models that have them."""
     if plan.states is None or table.states is None:
@@ -121,7 +122,7 @@ def _mamba_info(
             pinned=pinned,
             cached=cached,
             floor=plan.states.floor,
-            ceiling=ceilings[PoolKind.MAMBA],
+            ceiling=most[PoolKind.MAMBA],
             unit_bytes=plan.states.state_bytes,
             unit_tokens=0,
         ),

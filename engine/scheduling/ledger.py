@@ -41,6 +41,11 @@ class Ledger:
         """All totals since the start."""
         return Counters(**self._totals)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events that were not taken."""
+        return bool(self._events)
+
     def take_events(self) -> list[tuple[str, Event]]:
         """Returns the new events, oldest first."""
         events, self._events = self._events, []

@@ -70,6 +70,12 @@ class WaitingQueue:
             return arrival
         return None
 
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When the first of them expires; None if none ever does."""
+        deadlines = (arrival.request.deadline_s for arrival in self.in_turn())
+        return min((at for at in deadlines if at is not None), default=None)
+
     def expired(self, now_s: float) -> list[Arrival]:
         """Returns the waiting requests whose deadline has passed."""
         return [
