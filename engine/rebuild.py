@@ -170,7 +170,11 @@ class Rebuilds:
     def has_work(self) -> bool:
         """True while the next step would go on with a rebuild."""
         job = self._job
-        return job is not None and (job.is_drained or _is_given_up(job))
+        if job is None:
+            return False
+        # The last row may have ended in the step before, which nothing else announces.
+        is_empty = job.drains_until_s is not None and not self._busy_cause()
+        return is_empty or job.is_drained or _is_given_up(job)
 
     @property
     def next_deadline_s(self) -> float | None:

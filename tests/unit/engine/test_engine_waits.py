@@ -13,7 +13,7 @@ import pytest
 from engine.errors import DeadlineExceeded, ShuttingDown
 from engine.memory.planner import plan_memory
 from engine.memory.split import PoolSizes
-from engine.rebuild import RebuildWish
+from engine.rebuild import RebuildState, RebuildWish
 from engine.types import Cancelled, EngineConfig, Event, Failed, Finished
 from tests.fakes import fake_engine, fake_shape, fitting_runner
 from tests.slot_stores import fake_store, save_wish
@@ -142,3 +142,18 @@ def test_a_drain_waits_for_a_transfer_without_steps_and_ends_with_it(stalled: St
     stalled.end_save()
     assert done.result(_PATIENCE_S).current.kv == 40
     assert isinstance(stalled.end_of("a"), Finished)
+
+
+def test_a_drain_ends_with_the_last_row() -> None:
+    side: list[Callable[[], None]] = []
+    engine = fake_engine(lambda _: None, start_compiling=side.append)
+    engine.submit(ask("a", max_tokens=9))
+    engine.step()
+    done = engine.rebuild(RebuildWish(PoolSizes(kv=40), "r", drain_s=3600.0))
+    engine.step()
+    side.pop()()
+    engine.step()
+    assert engine.rebuilds.state is RebuildState.DRAINING
+    engine.start()
+    assert done.result(_PATIENCE_S).current.kv == 40
+    engine.stop()
