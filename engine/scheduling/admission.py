@@ -104,14 +104,14 @@ class Admission:
         """Takes the first waiting request that can start off the queue; False if none can."""
         for arrival in self._queue.in_turn():
             request = arrival.request
-            tokens = arrival.tokens
             adapters = self._frozen_adapters(arrival)
             if adapters is None:
                 return True
+            if request.slot_id is not None and not self._table.slot(request.slot_id).is_idle:
+                continue  # of however many wait for one slot, a step looks at no prompt
+            tokens = arrival.tokens
             root = self._parts.prefix_root(request, adapters.prefix_key)
             slot = self._table.choose(tokens, root=root, pinned=request.slot_id)
-            if slot is None and request.slot_id is not None:
-                continue
             if slot is None:
                 return False
             if not tokens:

@@ -33,8 +33,8 @@ class Arrival:
     @property
     def tokens(self) -> tuple[int, ...]:
         """What has to be in the slot before it goes on: the prompt, and what was sampled."""
-        sampled = self.row.generation.tokens if self.row else ()
-        return (*self.request.prompt, *sampled)
+        prompt = self.request.prompt
+        return (*prompt, *self.row.generation.tokens) if self.row else prompt
 
 
 # Compared by identity: two rows are never the same request.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import DeadlineExceeded, KvPagesExhausted
+from engine.scheduling.row import Arrival
 from engine.types import (
     CacheSource,
     CancelCause,
@@ -198,6 +199,34 @@ def test_a_pinned_request_waits_for_its_slot_and_blocks_nobody() -> None:
     assert drive.started("wants any").slot_id == 0
     drive.rest()
     assert drive.started("wants 1").slot_id == 1
+
+
+def test_who_waits_for_a_busy_slot_has_no_prompt_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drive = Drive()
+    drive.engine.submit(ask("busy", [A] * 5, slot_id=1))
+    drive.steps(2)
+    for number in range(3):
+        drive.engine.submit(ask(f"waits {number}", [B] * 40, slot_id=1))
+    drive.steps()
+    looked_at: list[str] = []
+    tokens = Arrival.tokens
+
+    def watched(arrival: Arrival) -> tuple[int, ...]:
+        looked_at.append(arrival.request.request_id)
+        return tokens.__get__(arrival)
+
+    monkeypatch.setattr(Arrival, "tokens", property(watched))
+    drive.steps(2)
+    assert looked_at == []
+    drive.rest()
+    assert looked_at == ["waits 0", "waits 1", "waits 2"]
+
+
+def test_a_prompt_that_waits_is_not_copied() -> None:
+    request = ask("a", [A] * 40)
+    assert Arrival(request, submitted_s=0.0).tokens is request.prompt
 
 
 def test_a_tenants_flood_does_not_make_another_wait_behind_it() -> None:
