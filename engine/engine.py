@@ -54,6 +54,7 @@ from engine.step_timer import StepTimer
 from engine.types import (
     CancelCause,
     EngineConfig,
+    Event,
     EventSink,
     Failed,
     Request,
@@ -102,10 +103,10 @@ class Engine:
         self._pending: set[Future[Any]] = set()
         self._stop_at_s: float | None = None
         self._save_s = 0.0
-        # The stop that the last step knew of.
-        self._seen_stop_at_s: float | None = None
+        self._seen_stop_at_s: float | None = None  # the one that the last step knew of
         # Whether the last step did what was not told yet.
         self._holds = False
+        self._untold: list[tuple[str, Event]] = []  # taken, but not known to be at the sink
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._snapshot = self._describe()
@@ -345,7 +346,7 @@ class Engine:
 
     def _tell(self) -> None:
         """Publishes what was done: lists and metrics first, then who waits for it."""
-        events = self._scheduler.take_events()
+        events = self._untold = self._scheduler.take_events()
         with self._wake:
             self._gate.settle(events)
             self._snapshot = self._describe()
@@ -355,6 +356,7 @@ class Engine:
         self._answers.tell()
         if events:
             self._sink(events)
+        self._untold = []
 
     def check_integrity(self) -> None:
         """Proves the books of the pools; only between steps.
@@ -379,8 +381,8 @@ class Engine:
             self._die(error)
 
     def _is_busy(self) -> bool:
-        scheduler = self._scheduler
-        return self.rebuilds.is_running or scheduler.num_transfers > 0 or scheduler.has_work
+        is_moving = self.rebuilds.is_running or self._scheduler.num_transfers > 0
+        return is_moving or self._scheduler.has_work
 
     def _is_wanted(self) -> bool:
         """Whether to take a step now; whatever makes it so later notifies `_wake` or has a time.
@@ -410,9 +412,9 @@ class Engine:
         with self._wake:
             self._fault = cause
             self._inbox = []
-            names, pending = self._gate.in_flight, list(self._pending)
-            events = [*self._scheduler.take_events()]
-            self._gate.settle(events)
+            pending = list(self._pending)
+            more = self._scheduler.take_events()
+            self._gate.settle(more)  # the untold ones are settled
             ended = [(name, Failed(self._death())) for name in self._gate.in_flight]
             self._gate.settle(ended)
         self._calls.close(self._death)
@@ -420,9 +422,9 @@ class Engine:
             if not done.done() and (done.running() or done.set_running_or_notify_cancel()):
                 done.set_exception(self._death())
         try:
-            self._sink([*events, *ended])
+            self._sink([*self._untold, *more, *ended])
         except Exception as error:
-            _log.critical("nobody heard of the failure of %d requests", len(names), exc_info=error)
+            _log.critical("nobody heard of the failure of %d requests", len(ended), exc_info=error)
 
     def _death(self) -> EngineFault:
         return self._fault_of(self._fault)

@@ -22,11 +22,13 @@ from engine.step import StepBatch
 from engine.types import (
     CancelCause,
     Cancelled,
+    Chunk,
     EngineConfig,
     Event,
     Failed,
     Finished,
     Request,
+    Started,
 )
 from tests.fake_runner import FakeRunner, FakeStep
 from tests.fakes import FakeClock, fake_engine
@@ -150,6 +152,44 @@ def test_a_dying_thread_fails_everything_and_says_so() -> None:
         threaded.engine.submit(ask("late"))
     with pytest.raises(EngineFault):
         threaded.engine.erase_slot(0)
+
+
+@pytest.mark.parametrize("at", ["snapshot", "answer", "sink"])
+def test_what_was_not_told_when_the_thread_died_is_told_first(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    told: list[tuple[str, Event]] = []
+    refused: list[bool] = []
+
+    def refuse(*_: object) -> None:
+        raise SystemExit(f"a fault in the {at}")
+
+    def listen(events: Sequence[tuple[str, Event]]) -> None:
+        if at == "sink" and ("ends", Finished) in [(n, type(e)) for n, e in events] and not refused:
+            refused.append(True)
+            refuse()
+        told.extend(events)
+
+    def finish() -> None:
+        if at == "snapshot":
+            monkeypatch.setattr("engine.engine.describe", refuse)
+        elif at == "answer":
+            monkeypatch.setattr("engine.scheduling.answers.Answers.tell", refuse)
+
+    runner = make_runner()
+    config = EngineConfig(context_tokens=256, num_slots=2, page_tokens=16)
+    engine = fake_engine(listen, config=config, runner=runner)
+    engine.submit(ask("goes on", None))
+    engine.step()
+    engine.submit(ask("ends", 2))
+    engine.step()
+    runner.on_run = lambda _: finish()
+    engine.start()
+    engine.join()
+    assert isinstance(engine.fault, SystemExit)
+    of = {name: [type(e) for n, e in told if n == name] for name in ("ends", "goes on")}
+    assert of["ends"] == [Started, Chunk, Chunk, Finished]
+    assert of["goes on"][-1] is Failed
 
 
 def test_a_failing_sink_is_a_fault() -> None:
