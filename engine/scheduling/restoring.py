@@ -5,10 +5,11 @@ All of it runs on the engine thread, between steps. Knows neither the file nor w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from engine.scheduling.room import Room
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.manifest import AdapterMark
 from engine.slots.reader import VerifiedSlot
-from engine.slots.state_layout import Content, PagePiece, Piece, StatePiece
+from engine.slots.state_layout import Content, Mark, Piece, StatePiece
 from engine.slots.table import Holding, Slot, SlotTable
 from engine.slots.window import WindowHeld
 from engine.step import DeviceStore, PageContent, PoolLost, StateContent
@@ -75,7 +76,6 @@ class Target:
         self._slot = slot
         self._holding: Holding | None = None
         self._checkpoints: list[Checkpoint] = []
-        self._window_pages: dict[int, int] = {}
         self._states: dict[int, StateContent] = {}
 
     def reserve(self, slot: VerifiedSlot, *, may_evict: bool) -> Future[bool]:
@@ -128,29 +128,46 @@ class Target:
 
     def _reserve(self, restored: VerifiedSlot, may_evict: bool) -> bool:
         num_pages = pages_for(len(restored.tokens), self._table.page_tokens)
-        windows = [p for p in restored.pieces if isinstance(p, PagePiece) and _is_window(p)]
-        places = sorted({place for piece in windows for place in places_of(piece, self._table)})
+        marks = self._windows_with_room(restored.marks)
+        places = sorted({place for held in marks.values() for place in held})
         taken = self._room.reserve(num_pages, len(places), self._slot, may_evict=may_evict)
         if taken is None:
             return False
         self._holding = self._table.hold(taken.pages)
-        self._hold_windows(restored, dict(zip(places, taken.window_pages, strict=True)))
+        self._hold_windows(marks, dict(zip(places, taken.window_pages, strict=True)))
         return True
 
-    def _hold_windows(self, restored: VerifiedSlot, page_ids: dict[int, int]) -> None:
-        """Window pages are held by checkpoints: running rows come first and may take them."""
+    def _windows_with_room(self, marks: Sequence[Mark]) -> dict[Mark, range]:
+        """The windows, by their places, of the end and of the newest of the earlier marks.
+
+        Nobody needs those, so they are left out as far as other slots would lose theirs for them.
+        """
         windows, page_tokens = self._table.windows, self._table.page_tokens
         if windows is None:
-            return
-        self._window_pages = page_ids
-        for mark in restored.marks:
+            return {}
+        room = self._room.window_room(self._slot, may_evict=False)
+        kept: dict[Mark, range] = {}
+        places: set[int] = set()
+        for mark in reversed(marks):
             span = mark.span(windows.policy.window)
-            first, end = span.start // page_tokens, pages_for(span.end, page_tokens)
+            window = range(span.start // page_tokens, pages_for(span.end, page_tokens))
+            places.update(window)
+            if kept and len(places) > room:
+                break
+            kept[mark] = window
+        return dict(reversed(kept.items()))
+
+    def _hold_windows(self, marks: dict[Mark, range], page_ids: dict[int, int]) -> None:
+        """Window pages are held by checkpoints: running rows come first and may take them."""
+        windows = self._table.windows
+        if windows is None:
+            return
+        for mark, window in marks.items():
             checkpoint = Checkpoint(
                 position=mark.position,
                 lowest=mark.lowest,
-                first_page=first,
-                window_pages=tuple(self._window_pages[place] for place in range(first, end)),
+                first_page=window.start,
+                window_pages=tuple(page_ids[place] for place in window),
             )
             self._table.checkpoints.add(checkpoint)
             self._checkpoints.append(checkpoint)
@@ -164,12 +181,15 @@ class Target:
             return
         assert isinstance(content, PageContent)
         places = places_of(piece, self._table)
+        page_tokens, store = self._table.page_tokens, self._parts.store
+        content = _padded(content, piece.span.start - places.start * page_tokens)
         if piece.kind is PoolKind.KV:
             page_ids = held.pages[places.start : places.stop]
         else:
-            page_ids = [self._window_pages[place] for place in places]
-        page_tokens, store = self._table.page_tokens, self._parts.store
-        content = _padded(content, piece.span.start - places.start * page_tokens)
+            windows = self._window_pages()
+            is_held = [place in windows for place in places]
+            page_ids = [windows[place] for place in compress(places, is_held)]
+            content = _of_pages(content, is_held, page_tokens)
         for index, ids in enumerate(portions(page_ids, store)):
             start = index * store.transfer_pages * page_tokens
             part = slice(start, start + len(ids) * page_tokens)
@@ -199,18 +219,23 @@ class Target:
 
         Raises:
             ContentLost: The device lost it.
-            KvPagesExhausted: Running rows needed its window pages.
+            KvPagesExhausted: Running rows needed the window pages of its end.
         """
         held = self._holding
         if held is None or held not in self._table.holdings:
             raise ContentLost("the reserved pages were lost while the slot was restored")
-        if any(checkpoint not in self._table.checkpoints for checkpoint in self._checkpoints):
-            raise KvPagesExhausted(len(self._window_pages), 0)
+        kept = [c for c in self._checkpoints if c in self._table.checkpoints]
+        if kept[-1:] != self._checkpoints[-1:]:
+            raise KvPagesExhausted(len(self._checkpoints[-1].window_pages), 0)
+        for checkpoint in kept:  # the end last, so that it goes last
+            self._table.checkpoints.touch(checkpoint)
+        self._checkpoints = kept
         return held
 
-
-def _is_window(piece: PagePiece) -> bool:
-    return piece.kind is PoolKind.SWA
+    def _window_pages(self) -> dict[int, int]:
+        """The swa pages that are still held, by their places in the sequence."""
+        held = (enumerate(c.window_pages, c.first_page) for c in self._checkpoints)
+        return {place: page_id for pages in held for place, page_id in pages}
 
 
 def _padded(content: PageContent, num_before: int) -> PageContent:
@@ -219,3 +244,11 @@ def _padded(content: PageContent, num_before: int) -> PageContent:
         return content
     widths = ((0, 0), (num_before, 0), (0, 0), (0, 0))
     return PageContent(np.pad(content.keys, widths), np.pad(content.values, widths))
+
+
+def _of_pages(content: PageContent, is_held: Sequence[bool], page_tokens: int) -> PageContent:
+    """The tokens of those pages of some content that are held."""
+    if all(is_held):
+        return content
+    tokens = np.repeat(is_held, page_tokens)[: content.num_tokens]
+    return PageContent(content.keys[:, tokens], content.values[:, tokens])

@@ -138,7 +138,7 @@ class Room:
     ) -> Reserved | None:
         """Takes pages for a state that will replace the slot's; None if others would lose theirs.
 
-        With `may_evict` cached prefixes, idle slots and, last, the slot itself give way.
+        With `may_evict` cached prefixes, checkpoints, idle slots and, last, the slot itself give way.
 
         Raises:
             KvPagesExhausted: Running requests hold too many; nothing has changed.
@@ -149,6 +149,9 @@ class Room:
         free = self._pages.size - len(others)
         if num_pages > free:
             raise KvPagesExhausted(num_pages, free)
+        most_windows = self.window_room(slot, may_evict=True)
+        if num_window_pages > most_windows:
+            raise KvPagesExhausted(num_window_pages, most_windows)
         free_windows = windows.num_free if windows else 0
         is_free = num_pages <= self._pages.num_free and num_window_pages <= free_windows
         if not is_free and not may_evict:
@@ -162,6 +165,17 @@ class Room:
             raise KvPagesExhausted(num_pages, self._pages.num_free)
         window_pages = windows.pages.allocate(num_window_pages) if windows else []
         return Reserved(self._pages.allocate(num_pages), window_pages)
+
+    def window_room(self, slot: Slot, *, may_evict: bool) -> int:
+        """Returns how many swa pages a slot can have beside the others'; checkpoints give way.
+
+        With `may_evict` idle slots do, too.
+        """
+        if self._table.windows is None:
+            return 0
+        others = (s for s in self._table.slots if s is not slot and not (may_evict and s.is_idle))
+        held = {page for other in others for page in other.window.page_ids} - {SINK_PAGE}
+        return self._table.windows.pages.size - len(held)
 
     def refusal(self, num_tokens: int) -> KvPagesExhausted | None:
         """Returns why a sequence can never start, if the whole pool is smaller."""
@@ -219,11 +233,7 @@ class Room:
                 windows.pages.release(window_held)
 
     def _make_windows_free(self, num_pages: int, slot: Slot) -> None:
-        """Makes room for a slot's windows.
-
-        Raises:
-            KvPagesExhausted: Running requests hold too many.
-        """
+        """Makes room for a slot's windows, which running rows leave it."""
         windows = self._table.windows
         if windows is None:
             return
@@ -232,8 +242,6 @@ class Room:
             pass
         if windows.num_free < num_pages:
             self._table.truncate(slot, 0)
-        if windows.num_free < num_pages:
-            raise KvPagesExhausted(num_pages, windows.num_free)
 
     def _make_free(self, num_pages: int, *, besides: Slot) -> None:
         while (missing := num_pages - self._pages.num_free) > 0:

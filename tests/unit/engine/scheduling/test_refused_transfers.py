@@ -23,6 +23,7 @@ from engine.slots.errors import (
     SlotFileNotFound,
 )
 from engine.step import PoolLost
+from engine.types import CancelCause
 from tests.slot_stores import restore_wish
 from tests.unit.engine.drive import B, solo
 from tests.unit.engine.scheduling.saving import NAME, Transfers, ask_in, some_prompt
@@ -103,6 +104,54 @@ def test_running_requests_do_not_give_way(tmp_path: Path):
     assert caught.value.needed == 14
     it.drive.rest()
     assert it.drive.tokens("a") == solo(some_prompt(20, 1), 20)
+
+
+def test_a_window_that_running_requests_leave_no_room_for_costs_nobody_anything(tmp_path: Path):
+    # Saved in large pages, so that more of the window is kept than a slot has room for here.
+    first = Transfers(tmp_path, window=8, context_tokens=256, page_tokens=64, chunk_tokens=64)
+    first.run(ask_in("a", some_prompt(147)))
+    first.save(0)
+    it = Transfers(tmp_path, window=8, context_tokens=256, kv_pages=200, num_slots=3)
+    it.run(ask_in("own", some_prompt(30, 1)))
+    for slot_id in (1, 2):
+        it.engine.submit(
+            ask_in(f"r{slot_id}", some_prompt(20, slot_id + 1), slot_id, max_tokens=60)
+        )
+    it.drive.steps(4)
+    with pytest.raises(KvPagesExhausted) as caught:
+        it.restore(0)
+    assert caught.value.needed == 22
+    it.drive.rest()
+    for slot_id in (1, 2):
+        assert it.drive.tokens(f"r{slot_id}") == solo(some_prompt(20, slot_id + 1), 60, 8)
+    prompt = (*some_prompt(30, 1), B)
+    assert it.run(ask_in("c", prompt)) == solo(prompt, 5, 8)
+    assert it.drive.started("c").cached_tokens == 30
+
+
+def test_earlier_windows_are_left_out_before_a_slot_is_emptied_for_them(tmp_path: Path):
+    window, turns = 8, (62, 130, 202)
+    layout: dict[str, Any] = {"window": window, "context_tokens": 512, "kv_pages": 400}
+    first = Transfers(tmp_path, num_slots=4, **layout)
+    for length in turns:
+        first.run(ask_in(f"a{length}", some_prompt(length), max_tokens=1))
+    first.save(0)
+    it = Transfers(tmp_path, num_slots=3, **layout)
+    it.run(ask_in("idle", some_prompt(30, 1), 1))
+    it.engine.submit(ask_in("r", some_prompt(50, 2), 2, max_tokens=400))
+    it.drive.steps(50)
+    # 33 pages, of which the others hold at least 14; three windows take 21.
+    assert it.restore(0).tokens == 202
+    assert it.held(1) == 34
+    for length in reversed(turns):
+        prompt, name = (*some_prompt(length), B, B), f"b{length}"
+        it.engine.submit(ask_in(name, prompt, max_tokens=1))
+        while it.drive.end(name) is None:
+            it.drive.steps()
+        assert it.drive.tokens(name) == solo(prompt, 1, window)
+    assert it.drive.started("b202").cached_tokens == 202
+    it.engine.cancel("r", CancelCause.CLIENT)
+    it.drive.rest()
 
 
 def test_running_requests_keep_what_they_need_while_a_slot_is_restored(tmp_path: Path):
