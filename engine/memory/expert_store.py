@@ -221,7 +221,7 @@ class ExpertStore:
 
     def _ensure(self, layer: int, experts: Sequence[int], *, is_long: bool) -> None:
         started = time.perf_counter()
-        self._wait_for_ahead()
+        self.settle()
         missing = [e for e in experts if self.slot_of[layer, e] < 0]
         self.counts[LOOKUPS] += len(experts)
         self.counts[HITS] += len(experts) - len(missing)
@@ -242,12 +242,6 @@ class ExpertStore:
                 self.clock[0] = 1.0
         np.add.at(self.uses[layer], ids.ravel(), self.clock[0])
 
-    def _wait_for_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        self.counts[LOADS_AHEAD] = 0
-        if ahead is not None:
-            ahead.result()
-
     def _load_ahead(self, layer: int, running: Sequence[int]) -> None:
         """Reads what a layer lacks while the layer before it computes with `running`."""
         missing = np.flatnonzero(self.slot_of[layer] < 0)
@@ -257,7 +251,7 @@ class ExpertStore:
             own = np.flatnonzero(self.slot_of[layer] >= 0).tolist()
             slot = self._make_room(layer, [*kept, *((layer, e) for e in own)])
             self._fill(layer, [(expert, slot)], is_shared=False)
-        self._loads_ahead += len(busiest)
+            self._loads_ahead += 1
 
     def _load(self, layer: int, missing: Sequence[int], needed: Sequence[int]) -> None:
         kept = [(layer, expert) for expert in needed]

@@ -160,6 +160,24 @@ def test_a_failed_read_is_raised_and_loses_no_slot(experts: list[int], bad_part:
     assert len(held(store)) == 6
 
 
+def test_an_expert_that_cannot_be_read_ahead_fails_only_who_needs_it() -> None:
+    def read(layer: int, expert: int, part: int, target: npt.NDArray[np.uint8]) -> None:
+        if (layer, expert) == (1, 4):
+            raise OSError("the disk is gone")
+        write_name(layer, expert, part, target)
+
+    store = ExpertStore(SHAPE, read)
+    store.take(np.zeros((12, SHAPE.slot_bytes), np.uint8))
+    for _ in range(2):
+        store.ensure(0, [0, 1], is_long=True)
+        store.ensure(1, [0, 1, 5], is_long=False)
+    assert {(1, 0), (1, 1), (1, 5)} <= set(held(store))
+    assert store.figures.loads_ahead == 4, "those before the one that failed"
+    with pytest.raises(OSError, match="the disk is gone"):
+        store.ensure(1, [0, 4], is_long=False)
+    store.close()
+
+
 def test_a_clock_that_has_run_long_starts_anew() -> None:
     store = make(6)
     step(store, 0, [0])
