@@ -39,17 +39,22 @@ class HashCache:
     now_ns: Callable[[], int] = time.time_ns
 
     def load(self, stamps: Sequence[FileStamp]) -> str | None:
-        """Returns the digest of these files, None if it is not known."""
+        """Returns the digest of these files, None if it is not known or cannot be read."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._path(stamps), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(self._path(stamps), flags)
         except OSError:
             return None
-        with open(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
             is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
             if not stat.S_ISREG(status.st_mode) or not is_ours:
                 return None
-            return _parse(file.read(_MAX_ENTRY_BYTES))
+            return _parse(os.read(descriptor, _MAX_ENTRY_BYTES))
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
 
     def store(self, stamps: Sequence[FileStamp], digest: str) -> None:
         """Keeps a digest; of files that were changed just now it is not kept.
@@ -83,7 +88,7 @@ class HashCache:
 def _parse(data: bytes) -> str | None:
     try:
         entry: Any = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict):
         return None

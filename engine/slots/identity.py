@@ -92,6 +92,10 @@ class Identity:
             self._done.set_exception(error)
             if isinstance(error, ModelFileChanged):
                 _log.error("%s", error)
+        except Exception as error:
+            # Nobody foresaw it, but whoever waits must not wait for ever.
+            self._done.set_exception(error)
+            _log.error("the model was not hashed", exc_info=error)
 
     def refusal(self) -> ModelFileChanged | None:
         """Returns why slots cannot be had at all, None while nothing speaks against them."""
@@ -123,6 +127,7 @@ class Identity:
         Raises:
             IdentityPending: It was not there in time.
             ModelFileChanged: The file is not the one that was loaded, or cannot be read.
+            Exception: Whatever else ended the hash.
         """
         with self.waiting() as done:
             try:

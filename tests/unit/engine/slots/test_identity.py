@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +285,15 @@ def test_a_file_that_was_written_just_now_is_not_kept(tmp_path: Path, model: Pat
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2, "content": "%s"}', b"\xff" * 2000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 1024,
+        b'{"format": 1}',
+        b'{"format": 2, "content": "%s"}',
+        b"\xff" * 2000,
+    ],
 )
 def test_an_entry_that_is_damaged_is_hashed_anew(tmp_path: Path, model: Path, content: bytes):
     cache = _cache(tmp_path)
@@ -294,6 +304,50 @@ def test_an_entry_that_is_damaged_is_hashed_anew(tmp_path: Path, model: Path, co
     second = _identity(model, cache)
     second.run()
     assert second.fingerprint(0) == first.fingerprint(0)
+
+
+@pytest.mark.parametrize("make", [partial(os.mkdir, mode=0o700), partial(os.mkfifo, mode=0o600)])
+def test_an_entry_that_is_no_file_costs_a_hash_and_nothing_else(
+    tmp_path: Path, model: Path, make: Callable[[Path], None]
+):
+    cache = _cache(tmp_path)
+    _identity(model, cache).run()
+    (entry,) = cache.folder.iterdir()
+    entry.unlink()
+    make(entry)
+    again = _identity(model, cache)
+    again.run()
+    assert again.fingerprint(0) == _fingerprint(model)
+
+
+def test_an_entry_on_a_disk_that_fails_is_hashed_anew(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache = _cache(tmp_path)
+    _identity(model, cache).run()
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("engine.slots.hash_cache.os.read", fail)
+    again = _identity(model, cache)
+    again.run()
+    assert again.fingerprint(0) == _fingerprint(model)
+
+
+def test_whatever_ends_the_hash_reaches_who_waits_for_it(
+    model: Path, caplog: pytest.LogCaptureFixture
+):
+    def fail(_: float) -> None:
+        raise MemoryError("no room for a piece")
+
+    identity = _identity(model, sleep=fail)
+    identity.run()
+    with pytest.raises(MemoryError, match="no room for a piece"):
+        identity.fingerprint(0)
+    assert identity.known() is None
+    assert identity.refusal() is None
+    assert "the model was not hashed" in caplog.text
 
 
 def test_an_entry_that_others_could_have_written_is_not_believed(tmp_path: Path, model: Path):
