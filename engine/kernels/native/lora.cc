@@ -48,7 +48,7 @@ ffi::Error Adapt(ffi::ThreadPool pool, Places places, Scales scales, ffi::Buffer
 
 ffi::Error AdaptEmbedding(ffi::ThreadPool pool, Places places, Scales scales, ffi::BufferR1<ffi::S32> tokens,
                           ffi::RemainingArgs args, ffi::ResultBufferR2<ffi::F32> y, int64_t vocabulary,
-                          int64_t num_decodes) {
+                          int64_t num_decodes) try {
   Adaptation a{};
   const int64_t num_tokens = y->dimensions()[0];
   if (args.size() != kPerWeight || (int64_t)tokens.element_count() != num_tokens) return invalid("adapt: shapes differ");
@@ -68,6 +68,8 @@ ffi::Error AdaptEmbedding(ffi::ThreadPool pool, Places places, Scales scales, ff
   a.num_weights = 1;
   run(pool, a);
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
 }
 
 }  // namespace
