@@ -135,7 +135,7 @@ class Scheduler:
 
     def submit(self, request: Request, submitted_s: float, save: Save | None = None) -> None:
         """Queues a valid request whose id is not in use; a warming one with what it is for."""
-        self._ledger.accepted()
+        self._ledger.accepted(request, save)
         if save is not None and save.fail_if_busy:
             slot = self._table.slot(save.slot_id)
             if not slot.is_idle:

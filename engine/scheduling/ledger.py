@@ -10,6 +10,7 @@ from dataclasses import asdict
 from engine.errors import DeadlineExceeded, ShuttingDown
 from engine.generation import Ending
 from engine.scheduling.row import Arrival, Row
+from engine.scheduling.wishes import Save, fail
 from engine.step import FloatArray
 from engine.types import (
     CacheSource,
@@ -35,6 +36,7 @@ class Ledger:
         # Summed in place: frozen counters would be copied several times per token.
         self._totals = asdict(Counters())
         self._events: list[tuple[str, Event]] = []
+        self._saves: dict[str, Save] = {}  # of warming requests that have not ended
 
     @property
     def counters(self) -> Counters:
@@ -51,9 +53,14 @@ class Ledger:
         events, self._events = self._events, []
         return events
 
-    def accepted(self) -> None:
-        """Counts a request that entered the queue: exactly one last event will follow."""
+    def accepted(self, request: Request, save: Save | None = None) -> None:
+        """Counts a request that entered the queue: exactly one last event will follow.
+
+        If that is not `warmed`, it is also the end of what the request is to be saved with.
+        """
         self._count(requests_started=1)
+        if save is not None:
+            self._saves[request.request_id] = save
 
     def started(self, row: Row, *, seed: int, source: CacheSource, no_reuse: str) -> None:
         """Reports a row's first admission."""
@@ -122,10 +129,12 @@ class Ledger:
             ),
         )
         self._count(requests_finished=1, prefill_s=prefill_s, decode_s=generation.decode_s)
+        self._give_up_save(row.request)
 
     def warmed(self, row: Row, *, held: int, now_s: float) -> None:
         """Reports the end of a request whose prompt was only computed."""
         prefill_s = now_s - row.admitted_s
+        self._saves.pop(row.request_id, None)
         self._send(
             row.request_id,
             Finished(
@@ -172,6 +181,7 @@ class Ledger:
             ),
         )
         self._count(requests_finished=1)
+        self._give_up_save(arrival.request)
 
     def failed(self, request: Request, error: Exception, row: Row | None) -> None:
         """Reports a failure; `row` is what the request had done, None if it never started.
@@ -184,12 +194,21 @@ class Ledger:
         else:
             self._count(requests_failed=1)
         self._count_times(row)
+        save = self._saves.pop(request.request_id, None)
+        if save is not None:
+            fail(save, error)
 
     def cancelled(self, request: Request, cause: CancelCause, row: Row | None) -> None:
         """Reports a cancellation; `row` is what the request had done, None if it never started."""
         self._send(request.request_id, Cancelled(cause))
         self._count(requests_cancelled=1)
         self._count_times(row)
+        self._give_up_save(request)
+
+    def _give_up_save(self, request: Request) -> None:
+        save = self._saves.pop(request.request_id, None)
+        if save is not None:
+            save.done.cancel()
 
     def _count_times(self, row: Row | None) -> None:
         if row is not None:

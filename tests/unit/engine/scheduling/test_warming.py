@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.errors import (
+    DeadlineExceeded,
     EngineError,
     SlotBusy,
 )
-from engine.types import CancelCause
+from engine.types import CancelCause, Cancelled
 from tests.unit.engine.drive import B, solo
 from tests.unit.engine.scheduling.saving import NAME, Transfers, ask_in, some_prompt
 
@@ -57,11 +58,12 @@ def test_a_prompt_that_is_cancelled_leaves_the_slot(
     it = Transfers(tmp_path, window=window)
     it.run(ask_in("a", some_prompt(30)))
     slots, _ = it.state()
-    it.warm(ask_in("w", (*some_prompt(20), *some_prompt(40, 3))))
+    wish = it.warm(ask_in("w", (*some_prompt(20), *some_prompt(40, 3))))
     it.drive.steps(num_steps)
     it.engine.cancel("w", CancelCause.CLIENT)
     it.settle()
-    assert it.drive.end("w") is not None
+    assert wish.done.cancelled() == isinstance(it.drive.end("w"), Cancelled)
+    assert wish.done.done()
     if not (tmp_path / NAME).exists():
         assert it.state()[0] == slots
         longer = (*some_prompt(30), B)
@@ -91,7 +93,23 @@ def test_a_busy_slot_refuses_a_prompt_that_may_not_wait(tmp_path: Path):
     it = Transfers(tmp_path)
     it.engine.submit(ask_in("a", some_prompt(20), max_tokens=10))
     it.drive.steps(3)
-    it.warm(ask_in("w", some_prompt(9, 1)), fail_if_busy=True)
+    wish = it.warm(ask_in("w", some_prompt(9, 1)), fail_if_busy=True)
     it.drive.steps()
     assert isinstance(it.drive.error("w"), SlotBusy)
+    assert wish.done.exception(0) is it.drive.error("w")
     it.drive.rest()
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_prompt_that_fails_fails_its_save(tmp_path: Path, is_begun: bool):
+    it = Transfers(tmp_path)
+    if not is_begun:
+        it.engine.submit(ask_in("a", some_prompt(20), max_tokens=10))
+        it.drive.steps()
+    wish = it.warm(ask_in("w", some_prompt(40, 1), deadline_s=it.engine.now_s() + 1.0))
+    it.drive.steps()
+    assert it.drive.has_started("w") == is_begun
+    it.drive.clock.advance(2.0)
+    it.drive.rest()
+    assert isinstance(it.drive.error("w"), DeadlineExceeded)
+    assert wish.done.exception(0) is it.drive.error("w")
