@@ -146,7 +146,10 @@ class Transfers:
             except Exception as error:
                 calls.call(partial(self._end_save, slot, save_, error, then))
 
-        self._parts.start(work)
+        try:
+            parts.start(work)
+        except Exception as error:
+            self._end_save(slot, save_, error, then)
 
     def _end_save(
         self,
@@ -182,7 +185,10 @@ class Transfers:
                 return
             calls.call(partial(self._commit, slot, wish, target, restored, began_s))
 
-        self._parts.start(work)
+        try:
+            self._parts.start(work)
+        except Exception as error:
+            self._refuse(slot, wish, target, error)
 
     def _refuse(self, slot: Slot, wish: Restore, target: Target, error: Exception) -> None:
         self._running.discard(wish)

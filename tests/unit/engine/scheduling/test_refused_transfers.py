@@ -24,7 +24,7 @@ from engine.slots.errors import (
 )
 from engine.step import PoolLost
 from engine.types import CancelCause
-from tests.slot_stores import restore_wish
+from tests.slot_stores import restore_wish, save_wish
 from tests.unit.engine.drive import B, solo
 from tests.unit.engine.scheduling.saving import NAME, Transfers, ask_in, some_prompt
 
@@ -202,6 +202,36 @@ def test_a_fault_of_the_device_ends_the_transfer_alone(tmp_path: Path, at: int, 
     prompt = (*some_prompt(50), B)
     assert it.run(ask_in("c", prompt, 1)) == solo(prompt, 5)
     assert it.drive.started("c").cached_tokens == 50
+
+
+@pytest.mark.parametrize("kind", ["save", "restore", "warm"])
+def test_a_transfer_for_which_no_thread_can_be_started_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    it = Transfers(tmp_path)
+    it.run(ask_in("a", some_prompt(30)))
+    it.save(0)
+    it.drive.rest()
+    before = it.state()
+
+    def refuse(work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.side_threads.start_on_thread", refuse)
+        if kind == "warm":
+            wish = it.warm(ask_in("w", some_prompt(40, 3)))
+        else:
+            wish = (save_wish if kind == "save" else restore_wish)(it.store, 0, NAME)
+            it.engine.transfer_slot(wish)
+        it.drive.rest()
+    error = wish.done.exception(0)
+    assert isinstance(error, EngineFault)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert it.state()[0] == before[0]
+    prompt = (*some_prompt(30), B)
+    assert it.run(ask_in("b", prompt)) == solo(prompt, 5)
+    assert it.drive.started("b").cached_tokens == 30
 
 
 def test_a_restore_can_be_given_up_at_any_piece(tmp_path: Path):
