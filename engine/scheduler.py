@@ -302,7 +302,7 @@ class Scheduler:
         for row in self.rows:
             while row.request_id in self._rows and self._shifts.is_due(row):
                 try:
-                    if not self._shifts.shift(row):
+                    if not self._shifts.shift(row) and not self._drop_shelf():
                         self._preempt(self.rows[-1])
                 except Exception as error:
                     self._lose(row, error, keep=False)
@@ -318,16 +318,23 @@ class Scheduler:
 
     def _extend(self, row: Row) -> None:
         while row.request_id in self._rows and not self._has_room(row):
-            shelved = next((each for each in reversed(self.rows) if each.shelf), None)
-            if shelved is not None and shelved.shelf is not None:
-                shelved.shelf.drop()
-                shelved.shelf = None
-            elif len(self._rows) > 1:
+            if self._drop_shelf():
+                continue
+            if len(self._rows) > 1:
                 self._preempt(self.rows[-1])
             elif self._transfers.num_running and self._room.is_enough_for(row):
                 self._preempt(row)  # the pages of a transfer are its own for a while only
             else:
                 self._finish(row, Ending(FinishReason.CONTEXT_FULL, truncated=True))
+
+    def _drop_shelf(self) -> bool:
+        """Gives up what the youngest warming row's slot held before; False if nothing is kept."""
+        for row in reversed(self.rows):
+            if row.shelf is not None:
+                row.shelf.drop()
+                row.shelf = None
+                return True
+        return False
 
     def _has_room(self, row: Row) -> bool:
         try:

@@ -113,3 +113,21 @@ def test_a_prompt_that_fails_fails_its_save(tmp_path: Path, is_begun: bool):
     it.drive.rest()
     assert isinstance(it.drive.error("w"), DeadlineExceeded)
     assert wish.done.exception(0) is it.drive.error("w")
+
+
+def test_a_shift_takes_the_pages_of_what_a_slot_held_before_anybodys_place(tmp_path: Path):
+    it = Transfers(tmp_path, context_shift=True, kv_pages=36, chunk_tokens=4)
+    head = some_prompt(40)
+    it.run(ask_in("old", head))
+    it.engine.submit(ask_in("r", (*head, B), 1, max_tokens=40))
+    it.drive.steps(20)
+    assert it.drive.started("r").cached_tokens == 40
+    wish = it.warm(ask_in("w", some_prompt(60, 3)))
+    while it.drive.end("w") is None:
+        it.drive.steps()
+    # The head's pages were kept for slot 0, so that the shift had to copy them and found no room.
+    assert len(it.drive.tokens("r")) > 64 - 41
+    assert it.engine.snapshot().counters.preemptions == 0
+    assert it.wait(wish.done).tokens == 60
+    it.drive.rest()
+    assert it.drive.finished("r").truncated
