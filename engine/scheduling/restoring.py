@@ -23,7 +23,7 @@ from engine.scheduling.room import Room
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.manifest import AdapterMark
 from engine.slots.reader import VerifiedSlot
-from engine.slots.state_layout import Content, Mark, Piece, StatePiece
+from engine.slots.state_layout import Content, Mark, PagePiece, Piece, StatePiece
 from engine.slots.table import Holding, Slot, SlotTable
 from engine.slots.window import WindowHeld
 from engine.step import DeviceStore, PageContent, PoolLost, StateContent
@@ -77,6 +77,8 @@ class Target:
         self._holding: Holding | None = None
         self._checkpoints: list[Checkpoint] = []
         self._states: dict[int, StateContent] = {}
+        # The page, by its pool and place, in which the last piece ended, and what it holds so far.
+        self._tail: tuple[tuple[PoolKind, int], PageContent] | None = None
 
     def reserve(self, slot: VerifiedSlot, *, may_evict: bool) -> Future[bool]:
         """Takes pages, on the engine thread; see `RestoreTarget`."""
@@ -182,7 +184,7 @@ class Target:
         assert isinstance(content, PageContent)
         places = places_of(piece, self._table)
         page_tokens, store = self._table.page_tokens, self._parts.store
-        content = _padded(content, piece.span.start - places.start * page_tokens)
+        content = self._whole_pages(piece, content, places)
         if piece.kind is PoolKind.KV:
             page_ids = held.pages[places.start : places.stop]
         else:
@@ -195,6 +197,23 @@ class Target:
             part = slice(start, start + len(ids) * page_tokens)
             pages = PageContent(content.keys[:, part], content.values[:, part])
             store.write_pages(piece.kind, ids, pages)
+
+    def _whole_pages(self, piece: PagePiece, content: PageContent, places: range) -> PageContent:
+        """A piece from the start of its first page on, in which the piece before it may end.
+
+        That page is written anew, so that what it holds is kept.
+        """
+        page_tokens, tail = self._table.page_tokens, self._tail
+        content = _padded(content, piece.span.start - places.start * page_tokens)
+        if tail is not None and tail[0] == (piece.kind, places.start):
+            content.keys[:, : tail[1].num_tokens] = tail[1].keys
+            content.values[:, : tail[1].num_tokens] = tail[1].values
+        self._tail = None
+        if piece.span.end % page_tokens:
+            last = slice((len(places) - 1) * page_tokens, None)
+            left = PageContent(content.keys[:, last].copy(), content.values[:, last].copy())
+            self._tail = (piece.kind, places[-1]), left
+        return content
 
     def _write_own_state(self, position: int) -> None:
         if self._table.states is not None:

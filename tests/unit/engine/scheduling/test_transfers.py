@@ -85,6 +85,25 @@ def test_cutting_the_last_turn_of_a_window_model_still_reuses_the_rest(tmp_path:
     assert other.drive.started("c").cached_tokens >= 100
 
 
+@pytest.mark.parametrize("page_tokens", [4, 8, 16, 64])
+@pytest.mark.parametrize("turns", [(30, 55), (33, 64, 95), (42, 71)])
+def test_windows_that_meet_in_a_page_of_another_size_are_both_whole(
+    tmp_path: Path, turns: tuple[int, ...], page_tokens: int
+):
+    window = 8
+    layout: dict[str, Any] = {"window": window, "context_tokens": 256, "kv_pages": 200}
+    first = Transfers(tmp_path, num_slots=4, **layout)
+    for length in turns:
+        first.run(ask_in(f"a{length}", some_prompt(length), max_tokens=1))
+    first.save(0)
+    other = Transfers(tmp_path, num_slots=4, page_tokens=page_tokens, **layout)
+    for length in turns:
+        other.restore(1)
+        prompt, name = (*some_prompt(length), B, B), f"b{length}"
+        assert other.run(ask_in(name, prompt, 1)) == solo(prompt, 5, window)
+        assert other.drive.started(name).cached_tokens == length
+
+
 def test_saving_an_unused_slot_is_a_success_with_no_tokens(tmp_path: Path):
     it = Transfers(tmp_path)
     saved = it.save(1)
