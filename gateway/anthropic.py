@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvarts.v1 import generation_pb2
@@ -12,12 +13,35 @@ from gateway.dialect import Outcome, Step
 from gateway.facts import Facts
 from gateway.openai_completions import completion_id
 from gateway.peer_json import Json
-from gateway.reply import Call, ChatDelta, Reply, behind
+from gateway.reply import ChatDelta, behind
 from gateway.run import Sample
 from gateway.sse import NAMED_ERRORS
 from gateway.timings import Timings
 
 _ENDED = (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_STOP)
+_THINKING, _TEXT, _TOOL_USE = "thinking", "text", "tool_use"
+
+
+@dataclass
+class _Block:
+    """One block of a message as it grows. `call_id` and `name` are those of a call."""
+
+    kind: str
+    pieces: list[str] = field(default_factory=list[str])
+    call_id: str = ""
+    name: str = ""
+
+    def whole(self) -> Json:
+        text = "".join(self.pieces)
+        match self.kind:
+            case "thinking":
+                # There is no signature that a local model could give.
+                return {"type": "thinking", "thinking": text, "signature": ""}
+            case "text":
+                return {"type": "text", "text": text}
+            case _:
+                given = {"type": "tool_use", "id": self.call_id, "name": self.name}
+                return given | {"input": _arguments(text)}
 
 
 class MessagesDialect:
@@ -34,7 +58,8 @@ class MessagesDialect:
         self._id = completion_id()
         self._owed = prefill
         self._has_started = False
-        self._reply = Reply()
+        # In order of arrival: a client tells what it adds to apart by number alone.
+        self._blocks: list[_Block] = []
 
     def step(self, step: Step) -> Sequence[Json]:
         """The start of the message with the first event, then what a token added to its blocks."""
@@ -55,11 +80,13 @@ class MessagesDialect:
         events = self._start(outcome.sample)
         for delta in self._with_owed(outcome.deltas):
             events += self.grown(delta)
-        if self._reply.has_reasoning:
-            signature: Json = {"type": "signature_delta", "signature": ""}
-            events.append(_event("content_block_delta", index=0, delta=signature))
-        blocks = self._num_text_blocks + len(self._reply.calls)
-        events += [_event("content_block_stop", index=index) for index in range(blocks)]
+        signature: Json = {"type": "signature_delta", "signature": ""}
+        events += [
+            _event("content_block_delta", index=index, delta=signature)
+            for index, block in enumerate(self._blocks)
+            if block.kind == _THINKING
+        ]
+        events += [_event("content_block_stop", index=i) for i in range(len(self._blocks))]
         finished = outcome.finished
         events.append(
             _event(
@@ -78,9 +105,10 @@ class MessagesDialect:
         """One message; a request has one sample."""
         outcome = outcomes[0]
         for delta in self._with_owed(outcome.deltas):
-            self._reply.add(delta)
+            self.grown(delta)
         finished = outcome.finished
-        message = self._message(self._blocks(), finished.cached_tokens, finished.prompt_tokens)
+        blocks = [block.whole() for block in self._blocks]
+        message = self._message(blocks, finished.cached_tokens, finished.prompt_tokens)
         message["usage"]["output_tokens"] = finished.completion_tokens
         return message | {
             "stop_reason": self._stop_reason(finished),
@@ -115,70 +143,58 @@ class MessagesDialect:
         owed, self._owed = self._owed, ()
         return behind(owed, deltas)
 
-    @property
-    def _num_text_blocks(self) -> int:
-        return int(self._reply.has_reasoning) + int(self._reply.has_content)
-
     def grown(self, delta: ChatDelta) -> list[Json]:
         """The events of one piece: its block's start, where it is the first, and the piece."""
-        had_reasoning, had_content = self._reply.has_reasoning, self._reply.has_content
-        self._reply.add(delta)
         match delta.WhichOneof("delta"):
             case "reasoning":
-                piece: Json = {"type": "thinking_delta", "thinking": delta.reasoning}
-                block: Json = {"type": "thinking", "thinking": ""}
-                return _piece(0, None if had_reasoning else block, piece)
+                added: Json = {"type": "thinking_delta", "thinking": delta.reasoning}
+                return self._said(_THINKING, delta.reasoning, added)
             case "content":
-                piece = {"type": "text_delta", "text": delta.content}
-                block = {"type": "text", "text": ""}
-                index = int(self._reply.has_reasoning)
-                return _piece(index, None if had_content else block, piece)
+                added = {"type": "text_delta", "text": delta.content}
+                return self._said(_TEXT, delta.content, added)
             case "tool_call":
                 return self._called(delta.tool_call)
             case None:
                 return []
 
-    def _called(self, call: generation_pb2.ToolCallDelta) -> list[Json]:
-        block: Json = None
-        if call.name:
-            block = {"type": "tool_use", "id": call.id, "name": call.name}
-        piece: Json = None
-        if call.arguments_json:
-            piece = {"type": "input_json_delta", "partial_json": call.arguments_json}
-        return _piece(self._num_text_blocks + call.index, block, piece)
+    def _said(self, kind: str, text: str, added: Json) -> list[Json]:
+        events: list[Json] = []
+        if not self._blocks or self._blocks[-1].kind != kind:
+            events.append(self._begin(_Block(kind), {"type": kind, kind: ""}))
+        return [*events, self._add(text, added)]
 
-    def _blocks(self) -> list[Json]:
-        blocks: list[Json] = []
-        if self._reply.has_reasoning:
-            # There is no signature that a local model could give.
-            thinking = self._reply.reasoning
-            blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
-        if self._reply.has_content:
-            blocks.append({"type": "text", "text": self._reply.content})
-        return [*blocks, *(_tool_use(call) for call in self._reply.calls)]
+    def _called(self, call: generation_pb2.ToolCallDelta) -> list[Json]:
+        events: list[Json] = []
+        if call.name:
+            block = _Block(_TOOL_USE, call_id=call.id, name=call.name)
+            shown: Json = {"type": _TOOL_USE, "id": call.id, "name": call.name}
+            events.append(self._begin(block, shown))
+        if call.arguments_json:
+            added: Json = {"type": "input_json_delta", "partial_json": call.arguments_json}
+            events.append(self._add(call.arguments_json, added))
+        return events
+
+    def _begin(self, block: _Block, shown: Json) -> Json:
+        self._blocks.append(block)
+        return _event("content_block_start", index=len(self._blocks) - 1, content_block=shown)
+
+    def _add(self, text: str, added: Json) -> Json:
+        self._blocks[-1].pieces.append(text)
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=added)
 
     def _stop_reason(self, finished: generation_pb2.Finished) -> str:
         if finished.finish_reason not in _ENDED:
             return "max_tokens"
-        return "tool_use" if self._reply.calls else "end_turn"
+        has_called = any(block.kind == _TOOL_USE for block in self._blocks)
+        return "tool_use" if has_called else "end_turn"
 
 
-def _tool_use(call: Call) -> Json:
+def _arguments(text: str) -> Json:
     try:
-        arguments: Json = peer_json.read(call.arguments_json.encode())
+        return peer_json.read(text.encode())
     except peer_json.UnreadableJson:
         # A call that a limit cut off.
-        arguments = {}
-    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments}
-
-
-def _piece(index: int, block: Json, delta: Json) -> list[Json]:
-    events: list[Json] = []
-    if block is not None:
-        events.append(_event("content_block_start", index=index, content_block=block))
-    if delta is not None:
-        events.append(_event("content_block_delta", index=index, delta=delta))
-    return events
+        return {}
 
 
 def _event(name: str, **members: Json) -> Json:

@@ -8,9 +8,8 @@ of the service once the last event is there, since a service that stops answers 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -53,7 +52,8 @@ class _Work:
     def run(self) -> Run:
         """The calls that generate."""
         backend = self.backend
-        return Run(backend.service, self.jobs, backend.metadata, backend.facts.info.num_slots)
+        num_slots = backend.facts.info.num_slots
+        return Run(backend.service, self.jobs, backend.metadata, num_slots, weight=self.body_bytes)
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -70,20 +70,6 @@ class _Work:
         """The same of one token's event, which shows nothing of the body."""
         vocab_size = self.backend.facts.model.vocab_size
         return _PROBABILITY_BYTES * min(self.params.n_probs, vocab_size)
-
-    async def stop_lengths(self) -> Mapping[str, int]:
-        """How many entries of an answer in one piece a stop text takes away."""
-        params = self.params
-        if params.n_probs <= 0 or params.stream:
-            return {}
-        stops = list(dict.fromkeys(params.stop))
-        tokens = await tokenize_all(
-            self.backend,
-            [Prompt((stop,)) for stop in stops],
-            add_special=False,
-            parse_special=False,
-        )
-        return dict(zip(stops, map(len, tokens), strict=True))
 
 
 async def complete(
@@ -180,16 +166,12 @@ def _check_all_fit(prompts: Sequence[tuple[int, ...]], facts: Facts) -> None:
 
 
 async def _whole(work: _Work) -> Response:
-    async with _beside(work.stop_lengths()) as asking, work.run() as run:
-        # A refusal must not wait for the answers that it makes useless.
-        stop_lengths = await asking
+    async with work.run() as run:
         samples = await run.collect()
     num_chunks = sum(len(sample.chunks) for sample in samples)
 
     def answer() -> Response:
-        return json_response(
-            work.dialect.whole([_outcome(sample, stop_lengths) for sample in samples])
-        )
+        return json_response(work.dialect.whole([_outcome(sample) for sample in samples]))
 
     return await off_loop(answer, weight=work.weight * max(1, num_chunks))
 
@@ -216,17 +198,6 @@ async def _frames(work: _Work) -> AsyncGenerator[bytes, None]:
             return
     if work.dialect.framing.terminator:
         yield work.dialect.framing.terminator
-
-
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, T]) -> AsyncGenerator[asyncio.Task[T]]:
-    """Does work beside what stands inside, which may await it; leaving cancels it."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _written(dialect: Dialect, sample: Sample, event: Event, *, is_first: bool) -> bytes:
@@ -271,7 +242,7 @@ def _end(sample: Sample, finished: generation_pb2.Finished) -> Outcome:
     )
 
 
-def _outcome(sample: Sample, stop_lengths: Mapping[str, int]) -> Outcome:
+def _outcome(sample: Sample) -> Outcome:
     finished = sample.finished
     assert finished is not None
     params = sample.job.params
@@ -281,7 +252,7 @@ def _outcome(sample: Sample, stop_lengths: Mapping[str, int]) -> Outcome:
         finished=finished,
         text=text[: len(text) - finished.indent_cut_chars],
         tokens=[chunk.token_id for chunk in sample.chunks] if params.return_tokens else (),
-        probabilities=_entries(sample, finished, stop_lengths),
+        probabilities=_entries(sample, finished),
         prompt_text=finished.prompt_text,
         deltas=with_ids(
             delta for event in (*sample.chunks, finished) for delta in event.chat_deltas
@@ -290,9 +261,7 @@ def _outcome(sample: Sample, stop_lengths: Mapping[str, int]) -> Outcome:
     )
 
 
-def _entries(
-    sample: Sample, finished: generation_pb2.Finished, stop_lengths: Mapping[str, int]
-) -> Sequence[Json]:
+def _entries(sample: Sample, finished: generation_pb2.Finished) -> Sequence[Json]:
     """One entry per step that did not end inside a character, but for those of a stop text."""
     params = sample.job.params
     if params.n_probs <= 0:
@@ -302,7 +271,4 @@ def _entries(
         for chunk in sample.chunks
         if not chunk.mid_character
     ]
-    if finished.finish_reason == generation_pb2.FINISH_REASON_STOP:
-        num_cut = stop_lengths[finished.stop_string]
-        return entries[: max(0, len(entries) - num_cut)]
-    return entries
+    return entries[: max(0, len(entries) - finished.stop_string_tokens)]

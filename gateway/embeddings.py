@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +24,8 @@ from gateway.service import answer
 MAX_INPUTS = 2048
 # A reply of the service has 4 MiB at most; each vector has a few bytes beside its numbers.
 _MAX_REPLY_BYTES = 4_000_000
+# A call of the service may have 16 MiB.
+_MAX_REQUEST_BYTES = 4 << 20
 _FLOAT_BYTES = 4
 _DISABLED = "This server does not support embeddings. Start it with `--embeddings`"
 _NOT_POOLED = "Pooling type 'none' is not OAI compatible. Please use a different pooling type"
@@ -53,19 +55,28 @@ async def embed(exchange: Exchange) -> Response:
 
 async def embeddings_of(
     backend: Backend,
-    inputs: Sequence[embedding_pb2.EmbedInput],
+    inputs: Iterable[embedding_pb2.EmbedInput],
     *,
     rows: Sequence[int],
     norm: int | None = None,
+    weight: int = 0,
 ) -> list[embedding_pb2.Embedding]:
-    """Embeds inputs in as few calls as their replies allow; `rows` is each one's share.
+    """Embeds inputs in as few calls as they and their replies allow.
+
+    Args:
+        backend: Where the calls go.
+        inputs: As many as `rows`, each read when its call is made.
+        rows: The vectors that each comes to.
+        norm: See `Embed`; None is the server's own.
+        weight: What making the inputs of a call takes; see `off_loop`.
 
     Raises:
         ApiError: the service refused a call or is gone.
     """
     results: list[embedding_pb2.Embedding] = []
     row_bytes = _FLOAT_BYTES * max(1, backend.facts.model.embedding_size)
-    for batch in _batches(inputs, rows, _MAX_REPLY_BYTES // row_bytes):
+    batches = _batches(inputs, rows, _MAX_REPLY_BYTES // row_bytes)
+    while batch := await off_loop(lambda: next(batches, None), weight=weight):
         request = embedding_pb2.EmbedRequest(inputs=batch, vocabulary=backend.vocabulary)
         if norm is not None:
             request.norm = norm
@@ -75,16 +86,19 @@ async def embeddings_of(
 
 
 def _batches(
-    inputs: Sequence[embedding_pb2.EmbedInput], rows: Sequence[int], limit: int
+    inputs: Iterable[embedding_pb2.EmbedInput], rows: Sequence[int], most_rows: int
 ) -> Iterator[list[embedding_pb2.EmbedInput]]:
     batch: list[embedding_pb2.EmbedInput] = []
-    held = 0
+    num_rows = num_bytes = 0
     for given, own in zip(inputs, rows, strict=True):
-        if batch and (held + own > limit or len(batch) == MAX_INPUTS):
+        size = given.ByteSize()
+        is_full = num_rows + own > most_rows or num_bytes + size > _MAX_REQUEST_BYTES
+        if batch and (is_full or len(batch) == MAX_INPUTS):
             yield batch
-            batch, held = [], 0
+            batch, num_rows, num_bytes = [], 0, 0
         batch.append(given)
-        held += own
+        num_rows += own
+        num_bytes += size
     yield batch
 
 

@@ -21,6 +21,7 @@ from gateway.replies import Replies
 from gateway.service import answer
 from gateway.timings import microseconds
 
+_PEER = "llamacpp:"
 _CONTENT_TYPE = "text/plain; version=0.0.4"
 
 
@@ -172,7 +173,7 @@ def http_metrics(replies: Replies, reloads: Reloads) -> list[Metric]:
 
 
 def render(metrics: Iterable[Metric]) -> str:
-    """Writes metrics as Prometheus text, numbers with 6 significant digits as the peer's."""
+    """Writes metrics as Prometheus text, the peer's with 6 significant digits as it does."""
     lines: list[str] = []
     described = ""
     for metric in metrics:
@@ -180,7 +181,8 @@ def render(metrics: Iterable[Metric]) -> str:
             described = metric.name
             lines.append(f"# HELP {metric.name} {metric.help}")
             lines.append(f"# TYPE {metric.name} {metric.kind}")
-        lines.append(f"{metric.name}{metric.labels} {metric.value:g}")
+        digits = ".6g" if metric.name.startswith(_PEER) else ".17g"
+        lines.append(f"{metric.name}{metric.labels} {metric.value:{digits}}")
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,6 @@ without integers at its top is a batch of those. This module knows no other fiel
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,6 +16,7 @@ from gateway.backend import Backend
 from gateway.errors import invalid, wrong_type
 from gateway.off_loop import in_pieces, off_loop
 from gateway.service import answer
+from gateway.together import together
 
 _SHAPES = (
     '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
@@ -124,15 +124,19 @@ async def tokenize_all(
         ModelChanged: another model is served than the one that is known.
         ApiError: the service refused a call or is gone.
     """
-    gate = asyncio.Semaphore(_MAX_CALLS)
+    tokens: list[tuple[int, ...]] = [()] * len(prompts)
+    waiting = iter(enumerate(prompts))
 
-    async def one(prompt: Prompt) -> tuple[int, ...]:
-        async with gate:
-            return await tokenize(
+    async def work() -> None:
+        for index, prompt in waiting:
+            tokens[index] = await tokenize(
                 backend, prompt, add_special=add_special, parse_special=parse_special
             )
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    async with together() as works:
+        for _ in range(min(_MAX_CALLS, len(prompts))):
+            works.create_task(work())
+    return tokens
 
 
 async def tokenize(

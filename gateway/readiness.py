@@ -120,15 +120,25 @@ class Readiness:
 
     async def _follow_models(self) -> None:
         while True:
-            if self._facts is not None:
-                try:
-                    async for now in self._models():
-                        await self._take_note(now)
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                        return  # an older service, which never serves another
-                await self._settle()
+            try:
+                if self._facts is not None and not await self._watch_models():
+                    return
+            except Exception as error:
+                # Ending here would leave a gateway that never hears of another model.
+                if self._is_due(type(error)):
+                    _LOG.exception("which model is served: an unexpected fault; trying again")
             await asyncio.sleep(_LOOK_S)
+
+    async def _watch_models(self) -> bool:
+        """Takes note until the stream ends; False of an older service, which never serves another."""
+        try:
+            async for now in self._models():
+                await self._take_note(now)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return False
+        await self._settle()
+        return True
 
     def _models(self) -> grpc.aio.UnaryStreamCall[Any, model_pb2.WatchModelResponse]:
         key = credentials(self._options.service_key)

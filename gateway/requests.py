@@ -6,11 +6,11 @@ negative range is 0, a slot id wraps, an overlong sequence breaker is cut.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -27,6 +27,7 @@ from gateway.prompts import Prompt, tokenize
 from gateway.schema import RANDOM_SEED, BiasEntry, CompletionParams
 from gateway.service import answer
 from gateway.settings import long_settings, short_settings
+from gateway.together import together
 
 _MIROSTAT = (
     generation_pb2.MIROSTAT_OFF,
@@ -61,12 +62,16 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Job:
-    """One sample of one prompt. `is_sibling`: not the first sample of its prompt."""
+    """One sample of one prompt. `is_sibling`: not the first sample of its prompt.
+
+    `message` makes the call's message, when its turn has come: each holds all of the body that
+    its samples share, grammar, stops and biases.
+    """
 
     index: int
     prompt: tuple[int, ...]
     resolved: Resolved
-    request: generation_pb2.GenerateRequest
+    message: Callable[[], generation_pb2.GenerateRequest]
     is_sibling: bool
 
     @property
@@ -96,11 +101,12 @@ async def resolve(backend: Backend, params: CompletionParams) -> Resolved:
     """
     if params.json_schema is not None:
         params = await _with_schema(backend, params)
-    bias, preserved, adapters = await asyncio.gather(
-        _resolve_bias(backend, params.logit_bias),
-        _resolve_preserved(backend, params.preserved_texts),
-        known_adapters(backend.service, params.lora, backend.metadata),
-    )
+    async with together() as works:
+        biasing = works.create_task(_resolve_bias(backend, params.logit_bias))
+        preserving = works.create_task(_resolve_preserved(backend, params.preserved_texts))
+        finding = known_adapters(backend.service, params.lora, backend.metadata)
+        adapters = await finding
+    bias, preserved = biasing.result(), preserving.result()
     if params.grammar_triggers:
         triggers = await _resolve_triggers(backend, params.grammar_triggers, preserved)
         params = dataclasses.replace(params, grammar_triggers=triggers)
@@ -131,12 +137,25 @@ def make_jobs(
             job = dataclasses.replace(resolved, params=_nth_sample(resolved.params, sample))
             # Siblings of a pinned sample would only wait for each other.
             pinned = slot_id if sample == 0 else None
-            request = _request(facts, job, prompt, pinned)
-            request.return_prompt_text = shows_prompt
-            if chat is not None:
-                _ask_for_message(request, job.params, chat)
-            jobs.append(Job(len(jobs), prompt, job, request, is_sibling=sample > 0))
+            message = partial(_message, facts, job, prompt, pinned, chat, shows_prompt=shows_prompt)
+            jobs.append(Job(len(jobs), prompt, job, message, is_sibling=sample > 0))
     return jobs
+
+
+def _message(
+    facts: Facts,
+    job: Resolved,
+    prompt: tuple[int, ...],
+    slot_id: int | None,
+    chat: common_pb2.ChatPrompt | None,
+    *,
+    shows_prompt: bool,
+) -> generation_pb2.GenerateRequest:
+    request = _request(facts, job, prompt, slot_id)
+    request.return_prompt_text = shows_prompt
+    if chat is not None:
+        _ask_for_message(request, job.params, chat)
+    return request
 
 
 def _ask_for_message(
@@ -230,8 +249,9 @@ def _trigger(trigger: Trigger) -> generation_pb2.GrammarTrigger:
     match trigger.kind:
         case fields.TRIGGER_TOKEN:
             # What is no id at all is refused like an id that there is not.
-            token = trigger.token if trigger.token is not None and trigger.token >= 0 else _NO_TOKEN
-            return generation_pb2.GrammarTrigger(token_id=token)
+            token = -1 if trigger.token is None else trigger.token
+            known = token if 0 <= token < _NO_TOKEN else _NO_TOKEN
+            return generation_pb2.GrammarTrigger(token_id=known)
         case fields.TRIGGER_WORD:
             return generation_pb2.GrammarTrigger(word=trigger.value)
         case fields.TRIGGER_PATTERN:
@@ -294,8 +314,11 @@ def _breakers(breakers: Sequence[str]) -> list[str]:
 
 
 def _annotation(params: CompletionParams) -> str:
-    """The settings as `/slots` shows them; nothing where they are longer than the service keeps."""
-    text = peer_json.write(short_settings(params))
+    """The settings as `/slots` shows them; nothing where they are longer than the service keeps.
+
+    They are for everybody, so without the text that a conversation may have opened the answer with.
+    """
+    text = peer_json.write(short_settings(params) | {"generation_prompt": ""})
     return text.decode() if len(text) <= _MAX_ANNOTATION_BYTES else ""
 
 

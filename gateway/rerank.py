@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from kvarts.v1 import embedding_pb2
@@ -47,16 +48,14 @@ async def rerank(exchange: Exchange) -> Response:
     body = members_of(await connection.json())
     weight = connection.body_bytes
     asked = await off_loop(lambda: _read(body, backend.facts.name), weight=weight)
-    inputs = await off_loop(lambda: _inputs(asked), weight=weight)
-    scoring = embeddings_of(backend, inputs, rows=[1] * len(inputs))
+    # Made when their call comes: each has a query of its own.
+    inputs = map(partial(_input, asked.query), asked.documents)
+    scoring = embeddings_of(backend, inputs, rows=[1] * len(asked.documents), weight=weight)
     return json_response(_answer(asked, await connection.while_connected(scoring)))
 
 
-def _inputs(asked: _Asked) -> list[embedding_pb2.EmbedInput]:
-    return [
-        embedding_pb2.EmbedInput(pair=embedding_pb2.RankPair(query=asked.query, document=text))
-        for text in asked.documents
-    ]
+def _input(query: str, document: str) -> embedding_pb2.EmbedInput:
+    return embedding_pb2.EmbedInput(pair=embedding_pb2.RankPair(query=query, document=document))
 
 
 def _read(body: Mapping[str, Any], model_name: str) -> _Asked:

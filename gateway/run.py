@@ -8,6 +8,7 @@ dialect.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,13 @@ import grpc.aio
 from kvarts.v1 import generation_pb2
 
 from gateway.errors import ApiError, server_fault
+from gateway.off_loop import off_loop
 from gateway.requests import Job
 from gateway.rpc_errors import from_rpc
 from gateway.service import Metadata, Service
 from gateway.timings import Timings, microseconds
+
+_LOG = logging.getLogger(__name__)
 
 # Events that wait for a slow client per body; beyond it the calls themselves are held up.
 _QUEUE_EVENTS = 32
@@ -94,12 +98,20 @@ class Run:
     """All jobs of a body. Use as an async context; `num_slots` jobs at most run at a time."""
 
     def __init__(
-        self, service: Service, jobs: Sequence[Job], metadata: Metadata, num_slots: int
+        self,
+        service: Service,
+        jobs: Sequence[Job],
+        metadata: Metadata,
+        num_slots: int,
+        *,
+        weight: int = 0,
     ) -> None:
+        """`weight` is about what a job's message has of the body; see `off_loop`."""
         self._service = service
         self._metadata = metadata
         self._samples = [Sample(job) for job in jobs]
         self._num_calls = max(1, num_slots)
+        self._weight = weight
         # Room for one event of each call, so that emptying it once lets all of them go on.
         room = max(_QUEUE_EVENTS, self._num_calls)
         self._queue = asyncio.Queue[tuple[Sample, Event | ApiError]](room)
@@ -177,9 +189,16 @@ class Run:
                 raise
             if not self._is_left:
                 await self._queue.put((sample, server_fault("the service cancelled the call")))
+        except Exception:
+            # A bug: who waits for events must not wait for ever.
+            _LOG.exception("a call's events could not be read")
+            await self._queue.put((sample, server_fault("internal error")))
 
     async def _forward(self, sample: Sample) -> None:
-        call = self._service.generation.Generate(sample.job.request, metadata=self._metadata)
+        request = await off_loop(sample.job.message, weight=self._weight)
+        if self._is_left:
+            return
+        call = self._service.generation.Generate(request, metadata=self._metadata)
         self._calls.add(call)
         try:
             async for response in call:

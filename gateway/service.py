@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
+
+# What metadata takes.
+_SENDABLE = re.compile(r"[ -~]+")
 
 # A token list of a full context, a long prompt's text, a vocabulary's worth of biases.
 _MAX_MESSAGE_BYTES = 128 << 20
@@ -98,8 +102,8 @@ async def answer(call: Awaitable[T]) -> T:
 
 
 def credentials(key: str | None) -> Metadata:
-    """The metadata that carries an API key."""
-    return (("authorization", f"Bearer {key}"),) if key else ()
+    """The metadata that carries an API key; none that no metadata can carry is a key of anybody's."""
+    return (("authorization", f"Bearer {key}"),) if key and _SENDABLE.fullmatch(key) else ()
 
 
 def _channel(options: GatewayOptions) -> grpc.aio.Channel:

@@ -24,6 +24,7 @@ from gateway.ops import health
 from gateway.options import GatewayOptions
 from gateway.peer_json import Json, UnreadableJson
 from gateway.sse import EventStream
+from gateway.together import together
 
 MAX_INSTANCES = 128
 _FORMAT = "@requestFormat"
@@ -78,10 +79,12 @@ def _predicting(handlers: Mapping[str, Handler]) -> Handler:
             async with turns:
                 return await _prediction(exchange, formats, instance)
 
-        predictions = asyncio.gather(*map(answer, instances))
-        return json_response(
-            {"predictions": await exchange.connection.while_connected(predictions)}
-        )
+        async def answers() -> list[Json]:
+            async with together() as works:
+                tasks = [works.create_task(answer(instance)) for instance in instances]
+            return [task.result() for task in tasks]
+
+        return json_response({"predictions": await exchange.connection.while_connected(answers())})
 
     return predict
 

@@ -5,6 +5,7 @@ A pair is checked before gRPC sees it, which would answer every handshake with a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class ServerCertificates:
         """
         self._files = files
         self._first = _read(files)
-        self._next: Any = None
+        # Handshakes take it on threads of gRPC.
+        self._next = deque[Any](maxlen=1)
 
     @property
     def watched(self) -> Watched:
@@ -42,8 +44,10 @@ class ServerCertificates:
         )
 
     def _take(self) -> Any:
-        taken, self._next = self._next, None
-        return taken
+        try:
+            return self._next.pop()
+        except IndexError:
+            return None
 
     def _renew(self) -> Callable[[], None]:
         try:
@@ -52,7 +56,7 @@ class ServerCertificates:
             raise ReloadRefused(str(error)) from error
 
         def put_in_force() -> None:
-            self._next = found
+            self._next.append(found)
 
         return put_in_force
 

@@ -390,7 +390,9 @@ def _without_texts(
 ) -> generation_pb2.GenerationSettings:
     """A list is for everybody; what a request says is for its client alone."""
     settings.ClearField("stop")
+    settings.ClearField("preserved_tokens")
     settings.sampling.ClearField("dry_sequence_breakers")
+    settings.sampling.ClearField("logit_bias")
     return settings
 
 

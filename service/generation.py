@@ -93,6 +93,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         if request.return_prompt_text and isinstance(event, Finished):
                             prompt_text = prompt_text or await _text_of(requests[0], model)
                             message.finished.prompt_text = prompt_text
+                        if isinstance(event, Finished) and event.stop_string:
+                            message.finished.stop_string_tokens = _length(event.stop_string, model)
                         yield message
 
 
@@ -125,9 +127,11 @@ async def _read(
         constraint=constraint,
         reasoning=await read_budget(request, prompt.chat, constraint, model),
     )
-    if output is not None and output.shown:
+    if output is not None:
+        shown, stops = output.shown, output.stops
         requests = tuple(
-            replace(one, preserved_tokens=one.preserved_tokens | output.shown) for one in requests
+            replace(one, preserved_tokens=one.preserved_tokens | shown, stop=(*one.stop, *stops))
+            for one in requests
         )
     return requests, prompt, output
 
@@ -136,6 +140,10 @@ async def _text_of(request: Request, model: LoadedModel) -> str:
     """The prompt's text; on a thread, since a prompt may be as long as the context."""
     raw = await asyncio.to_thread(model.tokenizer.prompt_text, request.prompt)
     return raw.decode("utf-8", "replace")
+
+
+def _length(stop: str, model: LoadedModel) -> int:
+    return len(model.tokenizer.encode(stop, add_special=False, parse_special=False))
 
 
 class _Answer:

@@ -10,6 +10,7 @@ Reflection needs a key exactly when other calls do; health is open so that probe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import traceback
@@ -217,6 +218,12 @@ def _fenced(inner: Behaviour) -> Behaviour:
         except grpc.aio.BaseError:
             # The transport failed under a write: there is nobody left to answer.
             raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Something that it waited for was cancelled, not the call: grpc.aio would never answer.
+            status = _status_of(error)
         except Exception as error:
             status = _status_of(error)
         running = None
@@ -225,7 +232,7 @@ def _fenced(inner: Behaviour) -> Behaviour:
     return fenced
 
 
-def _status_of(error: Exception) -> grpc.Status:
+def _status_of(error: BaseException) -> grpc.Status:
     if not isinstance(error, EngineError) or error.reason not in ERROR_TABLE:
         error = _logged(error)
     telemetry.current().reason = error.reason
@@ -233,7 +240,7 @@ def _status_of(error: Exception) -> grpc.Status:
     return rpc_status.to_status(to_status(error))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _logged(error: Exception) -> Internal:
+def _logged(error: BaseException) -> Internal:
     """Logs a bug under a fresh id: its type and frames, not its text, which may quote a prompt."""
     record = telemetry.current()
     record.error_id = uuid.uuid4().hex[:12]

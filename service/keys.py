@@ -37,7 +37,8 @@ class KeyRing:
     """The keys of a server; with none at all every call is an admin's.
 
     With several keys each key is a tenant, named by its digest, so that what one key's requests
-    leave behind is never another's to reuse. An admin key alone leaves ordinary calls open.
+    leave behind is never another's to reuse. An admin key alone leaves ordinary calls open, also to
+    a key that nobody knows: OpenAI's clients always send one.
     `own_key` opens what any key opens and is nobody's: the own gateway reads facts by it.
     """
 
@@ -50,7 +51,7 @@ class KeyRing:
         self._users = tuple(_digest(key) for key in api_keys)
         self._admin = _digest(admin_key) if admin_key is not None else None
         self._own = _digest(own_key) if own_key is not None else None
-        self._has_tenants = self._is_shared
+        self._has_tenants = self._is_shared(self._users)
 
     @property
     def is_open(self) -> bool:
@@ -62,12 +63,13 @@ class KeyRing:
 
         Whoever was a tenant stays one, or what it left behind would become the remaining key's.
         """
-        self._users = tuple(_digest(key) for key in api_keys)
-        self._has_tenants = self._has_tenants or self._is_shared
+        users = tuple(_digest(key) for key in api_keys)
+        # First: a call is judged on any thread, and a new key must not be nobody's tenant.
+        self._has_tenants = self._has_tenants or self._is_shared(users)
+        self._users = users
 
-    @property
-    def _is_shared(self) -> bool:
-        return len(self._users) + (self._admin is not None) > 1
+    def _is_shared(self, users: Sequence[bytes]) -> bool:
+        return len(users) + (self._admin is not None) > 1
 
     def judge(self, presented: str | None) -> Grant:
         """Judges a key; None is a call without one."""
@@ -81,7 +83,7 @@ class KeyRing:
             is_user |= hmac.compare_digest(digest, known)
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         if not (is_user or is_admin):
-            return Grant(Access.NONE)
+            return Grant(Access.NONE if self._users else Access.USER)
         if is_admin:
             return Grant(Access.ADMIN, self._tenant(digest), owns_all=True)
         if is_own:

@@ -12,6 +12,7 @@ from kvarts.v1 import common_pb2, generation_pb2, slot_pb2, tokenization_pb2
 from service.defaults import GenerationDefaults
 from tests.contract.serving import (
     CONFIG,
+    FACTS,
     GenerateRequest,
     GenerateResponse,
     SamplingParams,
@@ -87,7 +88,18 @@ async def test_a_stop_text_ends_it_and_is_cut_off() -> None:
     finished = responses[-1].finished
     assert text_of(responses) == "one two"
     assert finished.finish_reason == generation_pb2.FINISH_REASON_STOP
-    assert finished.stop_string == " three"
+    assert (finished.stop_string, finished.stop_string_tokens) == (" three", 6)
+
+
+async def test_the_end_of_a_turn_of_a_family_ends_its_answers() -> None:
+    """Of templates whose mark of it is no end-of-generation token in every file."""
+    facts = replace(FACTS, chat_template="<role>ASSISTANT</role> <arg_key> <|role_end|>")
+    asked = chat(("user", "yo"))
+    said = says("one<|role_end|>two", "user:yo|assistant:")
+    async with serving(runner=said, model={"facts": facts}) as it:
+        responses = await it.collect(GenerateRequest(chat=asked))
+    finished = responses[-1].finished
+    assert (text_of(responses), finished.stop_string) == ("one", "<|role_end|>")
 
 
 async def test_a_spent_budget_leaves_withheld_text_in_finished() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.unit.gateway.conftest import Serve
+from tests.waiting import PATIENCE_S
 
 
 class _Echo(BaseHTTPRequestHandler):
@@ -58,6 +60,30 @@ async def test_an_answer_comes_back_as_it_is(serve: Serve, elsewhere: str):
         nothing = await client.post("/cors-proxy", params={"url": f"{elsewhere}/none"})
         assert (nothing.status_code, nothing.content) == (204, b"")
         assert (await client.get("/props")).json()["cors_proxy_enabled"] is True
+
+
+async def test_a_page_that_leaves_a_quiet_answer_holds_nobody_up(serve: Serve) -> None:
+    """Closing waits for whoever reads; the reader waits for what never comes."""
+    ended = asyncio.Event()
+
+    async def quiet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+        writer.write(head + b"data: 1\n\n")
+        assert await reader.read() == b""  # until the other side closes
+        writer.close()
+        ended.set()
+
+    async with await asyncio.start_server(quiet, "127.0.0.1", 0) as elsewhere:
+        port = elsewhere.sockets[0].getsockname()[1]
+        async with serve(has_cors_proxy=True) as client:
+            url = {"url": f"http://127.0.0.1:{port}/"}
+            async with client.stream("GET", "/cors-proxy", params=url) as answer:
+                assert await anext(answer.aiter_bytes()) == b"data: 1\n\n"
+            # On the gateway's own loop here: it would stand still with it.
+            async with asyncio.timeout(PATIENCE_S):
+                await ended.wait()
+                assert (await client.get("/health")).status_code == 200
 
 
 async def test_only_marked_headers_go_on(serve: Serve, elsewhere: str):

@@ -135,6 +135,14 @@ class TestRerank:
             ],
         }
 
+    async def test_a_long_query_is_not_copied_for_all_documents_at_once(
+        self, client: httpx.AsyncClient, service: FakeService
+    ):
+        query = "q" * (1 << 20)
+        answer = await _post(client, "/rerank", query=query, documents=["a", "aa"] * 5)
+        assert [row["relevance_score"] for row in answer["results"]] == [2.0] * 5 + [1.0] * 5
+        assert [len(call.inputs) for call in service.embeds] == [3, 3, 3, 1]
+
     async def test_tei(self, client: httpx.AsyncClient):
         answer = await _post(client, "/rerank", query="q", texts=self.DOCUMENTS, return_text=True)
         assert answer[0] == {"index": 1, "score": 4.0, "text": "aaaa"}

@@ -36,6 +36,18 @@ async def test_keys(serve: Serve, service: FakeService):
     ]
 
 
+@pytest.mark.parametrize("key", ["é", "a\tb", "\u201csk\u201d"])
+async def test_a_key_that_no_call_can_carry_opens_what_needs_none(
+    serve: Serve, service: FakeService, key: str
+):
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    async with serve() as client:
+        for path in ("/completion", "/tokenize"):
+            body = {"prompt": "a", "content": "a"}
+            assert (await client.post(path, json=body, headers=headers)).status_code == 200
+    assert [call.key for call in service.calls] == [""]
+
+
 async def test_the_prefix_is_part_of_every_path(serve: Serve):
     async with serve(api_prefix="/llm") as client:
         assert (await client.get("/llm/v1/models")).status_code == 200

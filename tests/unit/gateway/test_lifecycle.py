@@ -13,7 +13,7 @@ import httpx
 import pytest
 from kvarts.v1 import generation_pb2, rebuild_pb2
 
-from gateway import connection, peer_json, sse
+from gateway import connection, peer_json, requests, sse
 from gateway.peer_json import Json
 from gateway.run import Run
 from tests.unit.gateway.conftest import Serve, until_ready
@@ -26,6 +26,10 @@ from tests.unit.gateway.fake_service import (
     finished,
     started,
 )
+from tests.waiting import until_so
+
+# Of the scripted service.
+_SLOTS = 2
 
 
 class Gate:
@@ -323,7 +327,7 @@ async def test_while_pools_are_split_anew_only_health_says_so(
     [
         ("/completion", {}, ["Tokenize"]),
         ("/completion", {"stream": True}, ["Tokenize"]),
-        ("/completion", {"n_probs": 1, "stop": ["x"]}, ["Tokenize", "Tokenize"]),
+        ("/completion", {"n_probs": 1, "stop": ["x"]}, ["Tokenize"]),
         ("/v1/completions", {"verbose": True}, ["Tokenize"]),
         ("/v1/completions", {"verbose": True, "stream": True}, ["Tokenize"]),
         ("/v1/completions", {"stream": True}, ["Tokenize"]),
@@ -362,19 +366,53 @@ async def test_every_sample_shows_the_text_of_its_prompt(client: httpx.AsyncClie
     assert [answer["prompt"] for answer in response.json()] == ["<s>A"] * 4 + ["<s>B"] * 2
 
 
-async def test_a_stop_before_an_answer_begins_refuses_it_whole(
-    client: httpx.AsyncClient, service: FakeService
+async def test_messages_are_made_when_their_turn_comes(
+    serve: Serve, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ):
+    """Each holds the whole grammar: a small body of many prompts must not come to gigabytes."""
+    made: list[int] = []
+    waiting = asyncio.Event()
+
     async def script(call: Call) -> AsyncIterator[Response]:
         yield started(call)
-        await call.was_cancelled.wait()
+        await waiting.wait()
+        yield finished(call, 0)
 
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(len(service.calls))
+        return message(*args, **kwargs)
+
+    message = requests._message  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(requests, "_message", counted)
     service.script = script
-    service.is_stopping = True
-    body = {"prompt": [1, 4], "n_probs": 1, "stop": ["x"]}
-    response = await client.post("/completion", json=body)
-    assert (response.status_code, response.headers["x-kvarts-reason"]) == (503, "SHUTTING_DOWN")
-    await service.calls[0].was_cancelled.wait()
+    body = {"prompt": ["a"] * 50, "grammar": "root ::= " + '"a" ' * 1000}
+    async with serve() as client:
+        answering = asyncio.create_task(client.post("/completion", json=body))
+        await until_so(lambda: len(service.calls) == _SLOTS)
+        assert len(made) == _SLOTS
+        waiting.set()
+        assert len((await answering).json()) == 50
+    assert len(made) == 50
+
+
+async def test_a_trigger_that_is_no_id_goes_on_as_one_that_there_is_not(
+    client: httpx.AsyncClient, service: FakeService
+):
+    trigger = {"type": 0, "value": "x", "token": 5_000_000_000}
+    body = {"prompt": "a", "grammar": 'root ::= "a"', "grammar_lazy": True}
+    await client.post("/completion", json={**body, "grammar_triggers": [trigger]})
+    assert service.calls[0].request.grammar_triggers[0].token_id == 2**32 - 1
+
+
+async def test_what_cannot_be_read_is_an_error_not_a_hang(
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("no such field")
+
+    monkeypatch.setattr(requests, "_message", broken)
+    response = await client.post("/completion", json={"prompt": "Hi"})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
 
 
 async def test_a_call_that_the_service_cancels_is_an_error_not_a_hang(

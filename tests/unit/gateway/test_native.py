@@ -191,8 +191,9 @@ async def test_probabilities(client: httpx.AsyncClient, service: FakeService):
 
 
 async def test_a_stop_text_takes_its_entries_along(client: httpx.AsyncClient, service: FakeService):
+    """Also one of the format's own, that no client named."""
     service.script = _stopped_probable
-    body = await post(client, n_probs=1, stop=["x"])
+    body = await post(client, n_probs=1)
     assert [entry["id"] for entry in body["completion_probabilities"]] == [5]
 
 
@@ -394,8 +395,18 @@ async def test_a_penalty_must_be_positive(client: httpx.AsyncClient):
 
 
 async def test_an_overlong_annotation_is_left_out(client: httpx.AsyncClient, service: FakeService):
-    await post(client, generation_prompt="x" * 5000)
+    await post(client, lora=[{"id": i, "scale": 0.5} for i in range(250)])
     assert service.calls[0].request.annotation == ""
+
+
+async def test_an_annotation_says_nothing_of_the_prompt(
+    client: httpx.AsyncClient, service: FakeService
+):
+    """`/slots` shows it to every key."""
+    await post(client, generation_prompt="my secret draft")
+    annotation = json.loads(service.calls[0].request.annotation)
+    assert annotation["generation_prompt"] == ""
+    assert annotation["chat_format"] == "Content-only"
 
 
 async def test_aliases_name_the_model(serve: Serve):
@@ -422,6 +433,7 @@ async def _stopped_probable(call: Call) -> AsyncIterator[Response]:
         if response.HasField("finished"):
             response.finished.finish_reason = generation_pb2.FINISH_REASON_STOP
             response.finished.stop_string = "x"
+            response.finished.stop_string_tokens = 1
         yield response
 
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from kvarts.v1 import lora_pb2, model_pb2
 
+from gateway.metrics import Metric, render
 from tests.unit.gateway.conftest import Serve
 from tests.unit.gateway.fake_service import FakeService
 
@@ -172,6 +173,15 @@ async def test_while_the_service_sleeps_its_figures_stand_still(serve: Serve, se
         assert (await client.get("/metrics")).text == second
         service.info.sleeping = False
         assert "kvarts_calls 9.0" in (await client.get("/metrics")).text
+
+
+def test_only_the_peers_numbers_are_rounded():
+    count = 123_456_789
+    own = Metric("kvarts_http_requests_total", "counter", "Requests.", count)
+    peer = Metric("llamacpp:prompt_tokens_total", "counter", "Tokens.", count)
+    lines = render([own, peer]).splitlines()
+    assert "kvarts_http_requests_total 123456789" in lines
+    assert "llamacpp:prompt_tokens_total 1.23457e+08" in lines
 
 
 async def test_answers_are_counted_by_route_and_status(serve: Serve):

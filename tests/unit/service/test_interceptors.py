@@ -11,6 +11,7 @@ import grpc
 import pytest
 from kvarts.v1 import generation_pb2
 
+from service import generation
 from service.bridge import Bridge, BridgeHooks
 from service.generation import GenerationServicer
 from service.idle_slots import IdleSlotLog
@@ -78,6 +79,32 @@ async def served(bridge: Bridge, metrics: Metrics) -> Any:
 
     handler: Any = await Telemetry(metrics).intercept_service(fenced, cast("Any", Details()))
     return handler.unary_stream
+
+
+class Answered(Wire):
+    """A context that keeps the status that a call was ended with."""
+
+    status: grpc.Status | None = None
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        self.status = status
+
+
+async def test_what_a_call_waits_for_may_be_cancelled_and_the_call_is_not(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC would take it for the call's own end, and never answer."""
+
+    async def cancelled(*given: object) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    monkeypatch.setattr(generation, "_read", cancelled)
+    generate, context = await served(bridge, Metrics()), Answered("nothing")
+    await generate(GenerateRequest(text="abc").SerializeToString(), context)
+    assert context.status is not None
+    assert context.status.code is grpc.StatusCode.INTERNAL
 
 
 @pytest.mark.parametrize(
