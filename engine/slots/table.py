@@ -304,9 +304,9 @@ class SlotTable:
             self._keep(slot, checkpoint)
 
     def checkpoints_of(self, slot: Slot, *, before: int) -> list[Checkpoint]:
-        """Returns where a slot's sequence can be continued before a position, by position."""
+        """Returns where a slot's sequence can be continued before a position, one for each position."""
         found = [c for node in slot.nodes for c in node.checkpoints if c.position < before]
-        return sorted(found, key=lambda checkpoint: checkpoint.position)
+        return list({c.position: c for c in sorted(found, key=lambda c: c.position)}.values())
 
     def discard(self, slot: Slot, first_token: int) -> None:
         """Empties a slot whose content from some token on may be anything.

@@ -13,6 +13,7 @@ from engine.errors import (
     SlotBusy,
     SlotContentNotFound,
 )
+from engine.memory.checkpoint import Checkpoint
 from engine.slots.errors import (
     SlotFileNotFound,
 )
@@ -102,6 +103,25 @@ def test_windows_that_meet_in_a_page_of_another_size_are_both_whole(
         prompt, name = (*some_prompt(length), B, B), f"b{length}"
         assert other.run(ask_in(name, prompt, 1)) == solo(prompt, 5, window)
         assert other.drive.started(name).cached_tokens == length
+
+
+def test_of_two_checkpoints_at_one_position_a_file_has_one(tmp_path: Path):
+    """Pages that grew by turns in two slots may bring the same position twice."""
+    first = Transfers(tmp_path, window=8)
+    prompt = some_prompt(30)
+    first.run(ask_in("a", prompt))
+    table = first.engine.pools.table
+    slot = table.slot(0)
+    newest = table.checkpoints_of(slot, before=len(slot.tokens))[-1]
+    again = Checkpoint(newest.position, newest.lowest, newest.first_page, newest.window_pages)
+    table.checkpoints.add(again)
+    assert table.index.attach(slot.nodes, again)
+    first.save(0)
+    other = Transfers(tmp_path, window=8)
+    other.restore(1)
+    cut = (*prompt[: newest.position], B)
+    assert other.run(ask_in("b", cut, 1)) == solo(cut, 5, 8)
+    assert other.drive.started("b").cached_tokens == newest.position
 
 
 def test_saving_an_unused_slot_is_a_success_with_no_tokens(tmp_path: Path):
