@@ -340,13 +340,17 @@ class Bridge:
         model.engine.transfer_slot(restore)
         return await asyncio.wrap_future(restore.done)
 
+    def close(self) -> None:
+        """Takes no more work; calls that wait for a model are refused."""
+        self._is_stopping = True
+        self._has_changed.set()
+
     async def stop(self, grace_s: float, *, save_s: float = 0.0) -> None:
         """Takes no more work, lets what runs go on for `grace_s`, then ends the engine threads.
 
         Requests end `save_s` earlier, for the saves that were asked for. May be called again with less time, while the first call still waits.
         """
-        self._is_stopping = True
-        self._has_changed.set()
+        self.close()
         engines = [tenure.model.engine for tenure in self._books.tenures]
         # At once, on this thread: no request may begin while a worker for the wait is awaited.
         for engine in engines:

@@ -195,6 +195,8 @@ class Server:
         """
         await self._health.enter_graceful_shutdown()
         self._metrics.set_ready(False)
+        # First: a change that is ended resumes the old model, on which nothing is to begin.
+        self._bridge.close()
         await self._swap.stop()
         grace_s = max(0.0, timeout_s - _FLUSH_S)
         saves = self._autosaves.begin()
