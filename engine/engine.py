@@ -43,6 +43,7 @@ from engine.rebuild import (
     RebuildState,
     RebuildWish,
 )
+from engine.requests import Request
 from engine.scheduler import Scheduler
 from engine.scheduling.answers import Answers
 from engine.scheduling.erasing import ErasedSlot, Erasure
@@ -51,15 +52,7 @@ from engine.scheduling.wishes import Restore, Save
 from engine.slots.engine_calls import EngineCalls
 from engine.snapshot import describe
 from engine.step_timer import StepTimer
-from engine.types import (
-    CancelCause,
-    EngineConfig,
-    Event,
-    EventSink,
-    Failed,
-    Request,
-    Snapshot,
-)
+from engine.types import CancelCause, EngineConfig, Event, EventSink, Failed, Snapshot
 from engine.validation import ENCODER_SLOTS, check_request
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.requests import Request
 from engine.step import RowLogits
-from engine.types import Chunk, FinishReason, Request, TokenLogprobs, TokenProb
+from engine.types import Chunk, FinishReason, TokenLogprobs, TokenProb
 
 
 class TokenText(Protocol):

@@ -49,6 +49,7 @@ from engine.model.scoring import read_head
 from engine.model.spec import ModelSpec
 from engine.model.tensors import check_tensors
 from engine.model.weights import Weights, load_weights
+from engine.requests import Request
 from engine.runner import JaxRunner, RunnerConfig
 from engine.sampling.chain import Chain
 from engine.sampling.vocab import SamplerVocab
@@ -60,7 +61,7 @@ from engine.text.load import load_tokenizer
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.threads import limit_threads
-from engine.types import EngineConfig, EventSink, ExpertFigures, PoolInfo, PoolKind, Request
+from engine.types import EngineConfig, EventSink, ExpertFigures, PoolInfo, PoolKind
 
 COMPILE_BYTES = 192 << 20
 """What XLA takes while it compiles a model's programs two at a time, measured."""

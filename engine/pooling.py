@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.model.encoder_spec import ScoredState
 from engine.model.scoring import ScoringHead
+from engine.requests import Pooling
 from engine.step import FloatArray
-from engine.types import Pooling
 
 # What the greatest magnitude becomes: 16-bit integers hold it.
 _MAX_ABSOLUTE = 32760.0

@@ -16,6 +16,7 @@ from engine.failpoints import Site
 from engine.generation import Ending
 from engine.memory.pages import PageAllocator
 from engine.pooling import StatePooling
+from engine.requests import Request
 from engine.scheduling.admission import Admission, AdmissionParts
 from engine.scheduling.answers import Answers
 from engine.scheduling.erasing import Erasure, Erasures
@@ -32,7 +33,7 @@ from engine.scheduling.wishes import Restore, Save
 from engine.slots.prefixes import Prefixes
 from engine.slots.table import Slot, SlotTable
 from engine.step import PoolLost, RowLogits, SequenceWork
-from engine.types import CancelCause, Counters, Event, FinishReason, Request
+from engine.types import CancelCause, Counters, Event, FinishReason
 
 
 class Scheduler:

@@ -21,7 +21,7 @@ from engine.errors import (
     TokenNotInVocab,
 )
 from engine.memory.planner import pages_for
-from engine.types import Pooling, Request, SamplingParams
+from engine.requests import Pooling, Request, SamplingParams
 
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1

@@ -22,19 +22,11 @@ from engine.errors import (
     ModelLoading,
     ShuttingDown,
 )
+from engine.requests import Request
 from engine.scheduling.erasing import ErasedSlot
 from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
 from engine.totals import Totals
-from engine.types import (
-    CancelCause,
-    Cancelled,
-    Embedded,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    Snapshot,
-)
+from engine.types import CancelCause, Cancelled, Embedded, Event, Failed, Finished, Snapshot
 from service.changes import Changes
 from service.loaded import LoadedModel, LoadModel
 from service.tenure import Tenure

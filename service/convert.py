@@ -12,22 +12,24 @@ from google.protobuf.duration_pb2 import Duration
 from kvarts.v1 import common_pb2, generation_pb2, model_pb2, rebuild_pb2, slot_pb2
 
 from engine.constraint import Constraint
+from engine.requests import (
+    AdapterScale,
+    Mirostat,
+    ReasoningBudget,
+    Request,
+    Sampler,
+    SamplingParams,
+)
 from engine.scheduling.wishes import RestoredSlot, SavedSlot
 from engine.types import (
-    AdapterScale,
     CacheSource,
     Chunk,
     Counters,
     Finished,
     FinishReason,
-    Mirostat,
     PoolInfo,
     PoolKind,
     Progress,
-    ReasoningBudget,
-    Request,
-    Sampler,
-    SamplingParams,
     SlotInfo,
     SlotState,
     Started,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from engine.gguf.sampling import SamplingHints
-from engine.types import Pooling, Sampler, SamplingParams
+from engine.requests import Pooling, Sampler, SamplingParams
 from service.flag_values import sampler_by_name
 
 _LOG = logging.getLogger("kvarts.service")
@@ -37,7 +37,7 @@ class ReasoningDefaults:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The server's defaults, in the units and ranges of `engine.types.Request`.
+    """The server's defaults, in the units and ranges of `engine.requests.Request`.
 
     `grammar` is GBNF, "" for none. `prefill_assistant`: a trailing assistant message is continued.
     `template_kwargs` are variables of the chat template that a request's own are merged over.

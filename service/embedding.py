@@ -14,7 +14,8 @@ from kvarts.v1 import embedding_pb2, embedding_pb2_grpc
 
 from engine.errors import InvalidField, NotSupported
 from engine.pooling import normalised
-from engine.types import Embedded, Pooling, Request, Started
+from engine.requests import Pooling, Request
+from engine.types import Embedded, Started
 from service import convert, telemetry
 from service.bridge import Bridge
 from service.deadline import CallDeadline

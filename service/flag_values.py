@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from engine.types import Sampler
+from engine.requests import Sampler
 
 INT32_MAX = 2**31 - 1
 ON_WORDS = frozenset({"on", "enabled", "true", "1"})

@@ -12,7 +12,8 @@ from typing import cast
 import grpc
 from kvarts.v1 import generation_pb2, generation_pb2_grpc
 
-from engine.types import Chunk, Event, Finished, FinishReason, Progress, Request, Started
+from engine.requests import Request
+from engine.types import Chunk, Event, Finished, FinishReason, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
 from service.chat_output import ChatOutput, ChatReader, plan_output

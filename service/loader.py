@@ -21,12 +21,13 @@ from engine.errors import InvalidField
 from engine.loading import Loaded, LoadProgress, check_engine, load_engine
 from engine.memory.heap import forget_programs
 from engine.memory.resident import resident_bytes
+from engine.requests import Pooling
 from engine.slots.store import SlotStore
 from engine.text.chat_template import ChatTemplate
 from engine.text.pairs import pair_layout
 from engine.text.tokenizer import Tokenizer
 from engine.text.turn_template import TurnTemplate
-from engine.types import EngineConfig, EventSink, Pooling
+from engine.types import EngineConfig, EventSink
 from service.defaults import EmbeddingDefaults, with_hints
 from service.fetch.progress import ProgressLine
 from service.fetch.source import resolve_model

@@ -12,7 +12,8 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from kvarts.v1 import embedding_pb2, model_pb2, model_pb2_grpc
 
-from engine.types import Pooling, Snapshot
+from engine.requests import Pooling
+from engine.types import Snapshot
 from service import convert
 from service.bridge import Bridge
 from service.convert_swap import from_progress, from_swapped, to_swap_wish

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.errors import EngineError
+from engine.requests import Mirostat, Pooling, SamplingParams
 from engine.text.grammar.schema_gbnf import schema_to_gbnf
-from engine.types import EngineConfig, Mirostat, Pooling, SamplingParams
+from engine.types import EngineConfig
 from service.access_options import api_keys, key_file, tls_files
 from service.adapter_options import adapter_dir, with_adapters
 from service.defaults import GenerationDefaults, ReasoningDefaults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarts.v1 import embedding_pb2
 
-from engine.types import Pooling
+from engine.requests import Pooling
 
 POOLINGS = {
     embedding_pb2.POOLING_NONE: Pooling.NONE,

@@ -12,8 +12,8 @@ from kvarts.v1 import generation_pb2
 
 from engine.constraint import Constraint
 from engine.errors import InvalidField
+from engine.requests import ReasoningBudget
 from engine.text.chat_format import ReasoningTags
-from engine.types import ReasoningBudget
 from service.chat import RenderedChat
 from service.convert import REASONING_FORMATS
 from service.loaded import LoadedModel

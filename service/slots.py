@@ -12,11 +12,12 @@ import grpc
 from kvarts.v1 import error_reason_pb2, slot_pb2, slot_pb2_grpc
 
 from engine.errors import InvalidField, NoSuchSlot, NotSupported
+from engine.requests import Request
 from engine.scheduling.wishes import Restore, Save
 from engine.slots.errors import IdentityPending
 from engine.slots.identity import Identity
 from engine.slots.store import SlotStore, StoredSlot
-from engine.types import Finished, Request, Started
+from engine.types import Finished, Started
 from engine.validation import ENCODER_SLOTS
 from service import convert, telemetry
 from service.bridge import Bridge

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.requests import Request
 from engine.step import (
     RowLogits,
-)
-from engine.types import (
-    Request,
 )
 
 

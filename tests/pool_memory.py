@@ -16,7 +16,8 @@ from pathlib import Path
 from engine.loading import load_engine
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildWish
-from engine.types import EngineConfig, Event, Failed, Finished, Request, SamplingParams
+from engine.requests import Request, SamplingParams
+from engine.types import EngineConfig, Event, Failed, Finished
 
 KV_BYTES = 512 << 20
 PROMPT = tuple(range(3, 250))

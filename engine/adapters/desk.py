@@ -20,7 +20,7 @@ from engine.adapters.kept import KeptAdapters
 from engine.adapters.loaded import LoadedAdapter, LoadedAdapters, NewAdapter
 from engine.adapters.source import read_adapter
 from engine.adapters.store import AdapterStore
-from engine.types import AdapterScale
+from engine.requests import AdapterScale
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.types import AdapterScale
+from engine.requests import AdapterScale
 
 _TOKEN = struct.Struct("<I")
 _MEMBER = struct.Struct("<32sf")

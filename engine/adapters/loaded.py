@@ -28,7 +28,8 @@ from engine.adapters.effective import (
 from engine.adapters.errors import AdapterExists, AdapterRoom
 from engine.adapters.store import AdapterStore
 from engine.errors import InvalidField, NoSuchAdapter
-from engine.types import AdapterInfo, AdapterScale
+from engine.requests import AdapterScale
+from engine.types import AdapterInfo
 
 
 @dataclass(frozen=True)

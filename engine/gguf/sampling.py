@@ -1,6 +1,6 @@
 """How a model's file wants to be sampled: its `general.sampling.*` keys.
 
-What is returned lies in the ranges of `engine.types.SamplingParams`. Knows no flag and no default:
+What is returned lies in the ranges of `engine.requests.SamplingParams`. Knows no flag and no default:
 whoever starts a server decides what comes first.
 
 Source: llama.cpp's common_init_sampler_from_model, which reads each value by way of its decimal
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.gguf.metadata import Metadata
-from engine.types import Mirostat
+from engine.requests import Mirostat
 
 _PREFIX = "general.sampling."
 _MAX_COUNT = 2**31 - 1

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.errors import NotSupported
+from engine.requests import Mirostat, Sampler, SamplingParams
 from engine.sampling.adaptive import AdaptiveP
 from engine.sampling.breakers import Breakers
 from engine.sampling.dist import Dist
@@ -24,7 +25,6 @@ from engine.sampling.temperature import DynamicTemperature, Temperature
 from engine.sampling.truncation import MinP, TopK, TopNSigma, TopP, TypicalP
 from engine.sampling.vocab import SamplerVocab
 from engine.sampling.xtc import Xtc
-from engine.types import Mirostat, Sampler, SamplingParams
 
 
 class Builder:

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.constraint import ConstraintState
 from engine.errors import GrammarDeadEnd
+from engine.requests import ReasoningBudget, SamplingParams
 from engine.sampling.adaptive import AdaptiveP
 from engine.sampling.builder import Builder
 from engine.sampling.candidates import Candidates, gather, whole
@@ -36,7 +37,6 @@ from engine.sampling.temperature import Temperature
 from engine.sampling.truncation import MinP, TopK
 from engine.sampling.vocab import SamplerVocab
 from engine.step import IntArray, RowLogits
-from engine.types import ReasoningBudget, SamplingParams
 
 
 class Chain:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from engine.errors import InvalidField, TokenNotInVocab
+from engine.requests import SamplingParams
 from engine.sampling.float32 import MAX
-from engine.types import SamplingParams
 
 _INT32_MAX = 2**31 - 1
 # Each breaker is searched for in the whole vocabulary.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
-from engine.types import ReasoningBudget
+from engine.requests import ReasoningBudget
 
 _CONTINUES, _LEADS_2, _LEADS_3, _LEADS_4 = 0x80, 0xC0, 0xE0, 0xF0
 _MAX_CHAR_BYTES = 4

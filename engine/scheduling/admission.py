@@ -12,6 +12,7 @@ from engine.adapters.effective import EffectiveSet
 from engine.errors import EngineError
 from engine.failpoints import Site
 from engine.memory.prefix_index import PrefixRoot
+from engine.requests import Request
 from engine.scheduling.beginning import begin_row
 from engine.scheduling.ledger import Ledger
 from engine.scheduling.parts import SchedulerParts
@@ -22,7 +23,6 @@ from engine.scheduling.row import Arrival, Row
 from engine.scheduling.shelf import Shelf
 from engine.slots.prefixes import Prefixes, Reuse
 from engine.slots.table import Slot, SlotTable
-from engine.types import Request
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.errors import DuplicateRequest, QueueFull
-from engine.types import (
-    Cancelled,
-    Embedded,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    Started,
-)
+from engine.requests import Request
+from engine.types import Cancelled, Embedded, Event, Failed, Finished, Started
 
 # About what the interpreter keeps for a token of a prompt, and for an entry of a list.
 _TOKEN_BYTES = 8

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from engine.errors import DeadlineExceeded, ShuttingDown
 from engine.generation import Ending
+from engine.requests import Request
 from engine.scheduling.row import Arrival, Row
 from engine.scheduling.wishes import Save, fail
 from engine.step import FloatArray
@@ -24,7 +25,6 @@ from engine.types import (
     Finished,
     FinishReason,
     Progress,
-    Request,
     Started,
 )
 

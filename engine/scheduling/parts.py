@@ -12,11 +12,11 @@ from engine.failpoints import Failpoints
 from engine.generation import ChainFactory, TextFactory, TokenText
 from engine.memory.prefix_index import PrefixRoot
 from engine.model.scoring import ScoringHead
+from engine.requests import Request
 from engine.scheduling.restoring import TransferParts
 from engine.slots.engine_calls import EngineCalls
 from engine.slots.manifest import AdapterMark
 from engine.step import Runner
-from engine.types import Request
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from engine.failpoints import Failpoints, Site
 from engine.memory.pages import SINK_PAGE, PageAllocator, PoolCorruption
 from engine.memory.planner import pages_for
 from engine.memory.prefix_index import PrefixRoot
+from engine.requests import Request
 from engine.scheduling.row import Row
 from engine.slots.prefixes import Prefixes, Reuse
 from engine.slots.table import Slot, SlotTable
-from engine.types import Request
 
 
 @dataclass(frozen=True)

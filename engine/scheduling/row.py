@@ -11,11 +11,12 @@ from engine.adapters.effective import BASE, EffectiveSet
 from engine.errors import DeadlineExceeded
 from engine.generation import Generation
 from engine.pooling import StatePooling
+from engine.requests import Request
 from engine.scheduling.shelf import Shelf
 from engine.scheduling.wishes import Save
 from engine.slots.table import Slot
 from engine.step import SequenceWork
-from engine.types import Request, SlotState
+from engine.types import SlotState
 
 
 @dataclass(frozen=True)

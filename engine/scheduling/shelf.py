@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from engine.memory.checkpoint import Checkpoint
 from engine.memory.prefix_index import PrefixRoot
+from engine.requests import Request
 from engine.slots.states import RecurrentStates
 from engine.slots.table import Holding, Slot, SlotTable
 from engine.step import StateStore
-from engine.types import Request
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.generation import TokenText
+from engine.requests import Request
 from engine.scheduling.room import Room
 from engine.scheduling.row import Row
 from engine.slots.table import SlotTable
-from engine.types import Request
 
 # So many tokens of the context are never kept.
 _LEAST_MOVABLE = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from engine.requests import AdapterScale
 from engine.slots.file_work import RestoreOrder, SaveOrder
-from engine.types import AdapterScale
 
 
 @dataclass(frozen=True)

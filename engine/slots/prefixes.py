@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from engine.memory.checkpoint import Checkpoint
 from engine.memory.pages import SINK_PAGE, PageAllocator
 from engine.memory.prefix_index import Match, PageNode, PrefixRoot, encode
+from engine.requests import Request
 from engine.slots.moves import SlotMoves, moved_chunks
 from engine.slots.table import Slot, SlotTable, common_prefix
 from engine.step import Runner
-from engine.types import CacheSource, PoolKind, Request
+from engine.types import CacheSource, PoolKind
 
 
 def prefix_root(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.requests import AdapterScale
 from engine.slots.errors import (
     SlotContextTooSmall,
     SlotFileCorrupt,
@@ -39,7 +40,6 @@ from engine.slots.manifest import (
 )
 from engine.slots.sequence_head import HEAD_BYTES, HeadError, read_length, unpack_tokens
 from engine.slots.state_layout import Content, Piece, Tensor, content_of
-from engine.types import AdapterScale
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.errors import EngineError
+from engine.requests import AdapterScale
 from engine.slots.file_work import RestoreOrder, SaveOrder
 from engine.slots.folder import SavedFile, SlotFolder, own_name
 from engine.slots.identity import Identity
 from engine.slots.manifest import AdapterMark
 from engine.slots.reader import Acceptance, open_slot
-from engine.types import AdapterInfo, AdapterScale
+from engine.types import AdapterInfo
 
 
 @dataclass(frozen=True)

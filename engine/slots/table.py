@@ -21,9 +21,10 @@ from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator, PoolCorruption
 from engine.memory.planner import pages_for
 from engine.memory.prefix_index import PageNode, PrefixIndex, PrefixRoot, encode
+from engine.requests import Request
 from engine.slots.states import RecurrentStates
 from engine.slots.window import WindowHeld, WindowPages
-from engine.types import Request, SlotState
+from engine.types import SlotState
 
 _COMPARE_TOKENS = 512
 _CHECKPOINT_TOKENS = 1024

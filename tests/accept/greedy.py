@@ -17,17 +17,8 @@ from typing import Any, cast
 from engine.adapters.errors import AdapterMismatch
 from engine.errors import UnsupportedModel
 from engine.loading import Loaded, load_engine
-from engine.types import (
-    AdapterScale,
-    Chunk,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    SamplingParams,
-    StartAdapter,
-)
+from engine.requests import AdapterScale, Request, SamplingParams
+from engine.types import Chunk, Event, Failed, Finished, FinishReason, StartAdapter
 from tests.accept.models import Model, Models
 from tests.accept.outcome import Failure, Unsupported
 

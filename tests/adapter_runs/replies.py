@@ -11,17 +11,8 @@ from typing import Any
 from engine.adapters.content import AdapterContent
 from engine.adapters.loaded import NewAdapter
 from engine.engine import Engine
-from engine.types import (
-    AdapterScale,
-    Cancelled,
-    Chunk,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-    Started,
-)
+from engine.requests import AdapterScale, Request, SamplingParams
+from engine.types import Cancelled, Chunk, Event, Failed, Finished, Started
 
 # A set by what it computes: digest and scale of each adapter that is on, sorted.
 Members = tuple[tuple[bytes, float], ...]

@@ -12,7 +12,8 @@ from engine.adapters.content import AdapterContent
 from engine.adapters.loaded import NewAdapter
 from engine.engine import Engine
 from engine.errors import EngineError, NoSuchAdapter
-from engine.types import AdapterScale, Failed
+from engine.requests import AdapterScale
+from engine.types import Failed
 from tests.adapter_runs.replies import Replies, Reply, SoloRuns, judge
 from tests.adapter_runs.walk import MAX_TOKENS, SCALES
 

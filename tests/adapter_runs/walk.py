@@ -12,7 +12,8 @@ from engine.adapters.content import AdapterContent
 from engine.adapters.loaded import LoadedAdapter, NewAdapter
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.types import AdapterScale, CancelCause
+from engine.requests import AdapterScale
+from engine.types import CancelCause
 from tests.adapter_runs.replies import Replies, Reply, SoloRuns, judge
 
 SCALES = (1.0, 0.5, -0.75, 0.0)

@@ -30,9 +30,9 @@ from engine.gguf.reader import GgufFile
 from engine.loading import Loaded, load_engine
 from engine.model.adapter_banks import target_model
 from engine.model.architectures import read_spec
+from engine.requests import AdapterScale, Request
 from engine.step import SequenceWork, StepBatch
 from engine.types import (
-    AdapterScale,
     CancelCause,
     Cancelled,
     Chunk,
@@ -40,7 +40,6 @@ from engine.types import (
     Event,
     Failed,
     Finished,
-    Request,
     StartAdapter,
 )
 from tests.adapters import TinyAdapter, write_adapter

@@ -10,7 +10,8 @@ from typing import Any
 from engine.loading import Loaded, load_engine
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildWish, Stage
-from engine.types import EngineConfig, Event, Failed, Finished, Request, SamplingParams
+from engine.requests import Request, SamplingParams
+from engine.types import EngineConfig, Event, Failed, Finished
 from tests.bench.child import answer_all
 
 _CONTEXT_TOKENS = 8192

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.loading import Loaded, load_engine
+from engine.requests import Request, SamplingParams
 from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
 from engine.slots.store import SlotStore
-from engine.types import Chunk, EngineConfig, Event, Finished, Request, SamplingParams
+from engine.types import Chunk, EngineConfig, Event, Finished
 from tests.bench.child import answer_all
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvarts.v1 import common_pb2, embedding_pb2, model_pb2
 
-from engine.types import Pooling
+from engine.requests import Pooling
 from service.defaults import EmbeddingDefaults
 from tests.contract.serving import CONFIG, Serving, failure, serving
 

@@ -14,8 +14,8 @@ from kvarts.v1 import embedding_pb2, generation_pb2, lora_pb2, model_pb2, slot_p
 from engine.memory.planner import plan_memory
 from engine.model.encoder_spec import ScoredState, ScoringSpec
 from engine.model.scoring import ScoringHead
+from engine.requests import Pooling
 from engine.text.pairs import PairLayout
-from engine.types import Pooling
 from service.defaults import EmbeddingDefaults
 from tests.contract.serving import CONFIG, Serving, failure, serving
 from tests.fake_text import FakeTokenizer

@@ -16,8 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvarts.v1 import generation_pb2_grpc, model_pb2
 
+from engine.requests import Request
 from engine.scheduling.wishes import Save
-from engine.types import EventSink, Request
+from engine.types import EventSink
 from service.loaded import LoadedModel
 from service.server import READY_SERVICE, BindError, Server, serve
 from tests.contract.serving import (

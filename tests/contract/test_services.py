@@ -22,8 +22,8 @@ from kvarts.v1 import (
     tokenization_pb2,
 )
 
+from engine.requests import Request, Sampler, SamplingParams
 from engine.scheduling.erasing import ErasedSlot
-from engine.types import Request, Sampler, SamplingParams
 from service import tokenization
 from service.defaults import GenerationDefaults
 from service.loaded import ModelNames

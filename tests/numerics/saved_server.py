@@ -9,18 +9,10 @@ from typing import TypeVar
 
 from engine.adapters.loaded import NewAdapter
 from engine.loading import Loaded, load_engine
+from engine.requests import AdapterScale, Request, SamplingParams
 from engine.scheduling.wishes import RestoredSlot, SavedSlot
 from engine.slots.store import SlotStore
-from engine.types import (
-    AdapterScale,
-    Chunk,
-    EngineConfig,
-    Event,
-    Finished,
-    Request,
-    SamplingParams,
-    Started,
-)
+from engine.types import Chunk, EngineConfig, Event, Finished, Started
 from tests.slot_stores import restore_wish, save_wish
 
 Result = TypeVar("Result")

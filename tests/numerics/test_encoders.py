@@ -15,9 +15,9 @@ from engine.gguf.reader import GgufFile
 from engine.model.architectures import read_spec
 from engine.model.scoring import read_head
 from engine.pooling import StatePooling, normalised
+from engine.requests import Pooling
 from engine.runner import JaxRunner
 from engine.step import FloatArray, SequenceWork, StepBatch
-from engine.types import Pooling
 from tests.encoders import VOCAB, TinyEncoder, write_encoder
 from tests.native import requires_native
 from tests.numerics.encoder_reference import ReferenceEncoder

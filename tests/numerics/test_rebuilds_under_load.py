@@ -22,16 +22,8 @@ from engine.loading import Loaded, load_engine
 from engine.memory.errors import BelowFloor, RebuildRolledBack, TooLarge
 from engine.memory.split import PoolSizes
 from engine.rebuild import RebuildReport, RebuildWish
-from engine.types import (
-    Cancelled,
-    Chunk,
-    EngineConfig,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-)
+from engine.requests import Request, SamplingParams
+from engine.types import Cancelled, Chunk, EngineConfig, Event, Failed, Finished
 from tests.families import FAMILIES, write_family
 from tests.native import requires_native
 from tests.pool_memory import status_bytes

@@ -16,8 +16,9 @@ import pytest
 from engine.gguf.reader import GgufFile
 from engine.model.adapter_banks import adapted_shapes
 from engine.model.architectures import read_spec
+from engine.requests import AdapterScale
 from engine.slots.errors import SlotContextTooSmall, SlotFileMismatch
-from engine.types import AdapterScale, EngineConfig
+from engine.types import EngineConfig
 from tests.adapters import TinyAdapter, write_adapter
 from tests.ggufs import TinyLlama, write_llama
 from tests.numerics.saved_server import Server

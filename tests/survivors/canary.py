@@ -20,8 +20,9 @@ import numpy as np
 
 from engine.errors import EngineError, ModelFileError
 from engine.loading import load_engine
+from engine.requests import Request, SamplingParams
 from engine.slots.store import SlotStore
-from engine.types import Chunk, EngineConfig, Event, Failed, Finished, Request, SamplingParams
+from engine.types import Chunk, EngineConfig, Event, Failed, Finished
 from tests.slot_stores import save_wish
 from tests.survivors.damage import make_mutant
 from tests.survivors.programs import KeptPrograms

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from engine.errors import EngineError, ModelFileError
 from engine.loading import Loaded, load_engine
+from engine.requests import Request, SamplingParams
 from engine.scheduling.faults import NonFiniteLogits
 from engine.step import PoolLost
-from engine.types import Chunk, EngineConfig, Event, Failed, Finished, Request, SamplingParams
+from engine.types import Chunk, EngineConfig, Event, Failed, Finished
 from tests.native import instruction_sets, instructions
 from tests.survivors.damage import make_mutant
 from tests.survivors.programs import KeptPrograms

@@ -14,7 +14,8 @@ from engine.adapters.content import AdapterContent, Pair, make_content
 from engine.adapters.loaded import LoadedAdapter, NewAdapter
 from engine.engine import Engine
 from engine.errors import EngineError, NoSuchAdapter
-from engine.types import AdapterScale, Request, Snapshot, Started
+from engine.requests import AdapterScale, Request
+from engine.types import Snapshot, Started
 from tests.fake_logits import set_number
 from tests.fake_runner import FakeRunner
 

@@ -13,6 +13,7 @@ from engine.memory.planner import plan_memory
 from engine.memory.split import MemoryLimits, PoolSizes
 from engine.model.scoring import ScoringHead
 from engine.rebuild import RebuildReport, RebuildWish
+from engine.requests import Request
 from engine.types import (
     Cancelled,
     Chunk,
@@ -23,7 +24,6 @@ from engine.types import (
     PoolInfo,
     PoolKind,
     Progress,
-    Request,
     Started,
 )
 from tests.fake_logits import model_logits

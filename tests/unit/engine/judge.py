@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.failpoints import InjectedFault
+from engine.requests import Request
 from engine.scheduler import NonFiniteLogits
 from engine.step import PoolLost
 from engine.types import (
@@ -21,7 +22,6 @@ from engine.types import (
     Finished,
     FinishReason,
     Progress,
-    Request,
     SlotState,
     Snapshot,
     Started,

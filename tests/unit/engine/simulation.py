@@ -14,19 +14,10 @@ from dataclasses import replace
 from engine.errors import EngineError
 from engine.failpoints import Failpoints, Site
 from engine.memory.planner import WINDOW_SLACK_TOKENS, plan_memory
+from engine.requests import AdapterScale, Request, SamplingParams
 from engine.scheduling.erasing import ErasedSlot
 from engine.step import PoolLost
-from engine.types import (
-    AdapterScale,
-    CancelCause,
-    EngineConfig,
-    Finished,
-    PoolKind,
-    Request,
-    SamplingParams,
-    SlotState,
-    Snapshot,
-)
+from engine.types import CancelCause, EngineConfig, Finished, PoolKind, SlotState, Snapshot
 from tests.fake_runner import EXPERTS
 from tests.fakes import FakeClock, fake_engine, fake_shape, fitting_runner
 from tests.unit.engine.adapter_life import AdapterLife

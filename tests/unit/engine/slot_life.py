@@ -15,6 +15,7 @@ from typing import Any
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.memory.planner import MemoryPlan
+from engine.requests import AdapterScale, Request
 from engine.scheduling.reading import ContentLost
 from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
 from engine.slots.errors import DiskFull, SlotFileNotFound, SlotIo
@@ -22,7 +23,7 @@ from engine.slots.folder import SlotFolder, own_name
 from engine.slots.reader import VerifiedSlot, open_slot
 from engine.slots.state_layout import PagePiece
 from engine.step import PageContent, StateContent
-from engine.types import AdapterScale, Request, SlotInfo, SlotState, Snapshot
+from engine.types import SlotInfo, SlotState, Snapshot
 from tests.fake_logits import history_of, letters_of, set_number, tokens_of
 from tests.fake_runner import FakeRunner
 from tests.slot_stores import fake_store, restore_wish, save_wish

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import FinishReason, Request
+from engine.requests import Request
+from engine.types import FinishReason
 from tests.fake_logits import model_logits, moved, under
 from tests.fake_text import FakeTokenizer
 

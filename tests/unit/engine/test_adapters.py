@@ -11,18 +11,8 @@ from engine.adapters.changes import STEP_BYTES
 from engine.adapters.loaded import NewAdapter
 from engine.engine import Engine
 from engine.errors import EngineFault, InvalidField, NoSuchAdapter
-from engine.types import (
-    AdapterScale,
-    CacheSource,
-    Chunk,
-    EngineConfig,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-    Started,
-)
+from engine.requests import AdapterScale, Request, SamplingParams
+from engine.types import CacheSource, Chunk, EngineConfig, Event, Failed, Finished, Started
 from tests.fake_runner import FakeRunner
 from tests.fakes import fake_engine
 from tests.unit.engine.adapter_life import content

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from engine.errors import DeadlineExceeded
-from engine.types import CancelCause, Cancelled, Failed, Finished, FinishReason, Request
+from engine.requests import Request
+from engine.types import CancelCause, Cancelled, Failed, Finished, FinishReason
 from tests.unit.engine.drive import Drive, solo
 
 NUM_CANCELS = 1000

@@ -18,6 +18,7 @@ from engine.errors import (
     SlotContentNotFound,
     TokenNotInVocab,
 )
+from engine.requests import Request
 from engine.step import StepBatch
 from engine.types import (
     CancelCause,
@@ -27,7 +28,6 @@ from engine.types import (
     Event,
     Failed,
     Finished,
-    Request,
     Started,
 )
 from tests.fake_runner import FakeRunner, FakeStep

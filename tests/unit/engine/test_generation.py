@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from engine.generation import Ending, Generation
-from engine.types import Chunk, FinishReason, Request, SamplingParams
+from engine.requests import Request, SamplingParams
+from engine.types import Chunk, FinishReason
 from tests.fake_logits import FakeRow
 from tests.fake_text import FakeTokenizer, PlainText, begin_greedy
 

@@ -16,8 +16,9 @@ from gguf import GGUFWriter
 
 from engine.errors import EngineError, InvalidField, ModelFileError, UnsupportedModel
 from engine.loading import Loaded, LoadProgress, load_engine
+from engine.requests import Request, SamplingParams
 from engine.text.stream import TextStream
-from engine.types import Chunk, EngineConfig, Event, Failed, Finished, Request, SamplingParams
+from engine.types import Chunk, EngineConfig, Event, Failed, Finished
 from tests.families import FAMILIES, write_family
 from tests.ggufs import (
     TinyLlama,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from engine.model.encoder_spec import ScoredState, ScoringSpec
 from engine.model.scoring import ScoringHead
 from engine.pooling import StatePooling, normalised
+from engine.requests import Pooling
 from engine.step import FloatArray
-from engine.types import Pooling
 
 STATES = np.random.default_rng(1).standard_normal((12, 5)).astype(np.float32)
 HEAD = ScoringHead(

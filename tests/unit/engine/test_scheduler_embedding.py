@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from engine.errors import BatchOverflow, ContextOverflow, InvalidField, NotSupported
-from engine.types import CancelCause, Embedded, Pooling, Request
+from engine.requests import Pooling, Request
+from engine.types import CancelCause, Embedded
 from tests.unit.engine.drive import Drive, ask, solo
 
 PROMPT = tuple(range(60, 70))

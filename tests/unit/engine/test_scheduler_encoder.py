@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.errors import BatchOverflow, EngineFault, NotSupported
 from engine.model.encoder_spec import ScoredState, ScoringSpec
 from engine.model.scoring import ScoringHead
-from engine.types import AdapterScale, Embedded, Failed, Pooling, Request
+from engine.requests import AdapterScale, Pooling, Request
+from engine.types import Embedded, Failed
 from tests.unit.engine.drive import Drive, ask
 
 PROMPT = tuple(range(60, 70))

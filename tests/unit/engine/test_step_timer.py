@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.requests import Request
 from engine.step_timer import StepTimer
-from engine.types import STEP_BOUNDS_S, Request, StepTimes
+from engine.types import STEP_BOUNDS_S, StepTimes
 from tests.unit.engine.drive import Drive
 
 

@@ -14,7 +14,7 @@ from engine.errors import (
     NoSuchSlot,
     TokenNotInVocab,
 )
-from engine.types import AdapterScale, Request, SamplingParams
+from engine.requests import AdapterScale, Request, SamplingParams
 from engine.validation import RequestLimits, check_request
 
 LIMITS = RequestLimits(num_slots=2, vocab_size=100, context_tokens=64, kv_pages=6, page_tokens=8)

@@ -15,7 +15,8 @@ from engine.errors import (
     ModelLoading,
     ShuttingDown,
 )
-from engine.types import CancelCause, Chunk, EventSink, Finished, Request, Started
+from engine.requests import Request
+from engine.types import CancelCause, Chunk, EventSink, Finished, Started
 from service.bridge import Bridge, BridgeHooks
 from service.loaded import LoadedModel
 from service.waiting_room import WaitingRoom

@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvarts.v1 import common_pb2, generation_pb2, slot_pb2
 
-from engine.types import (
-    AdapterScale,
-    Finished,
-    FinishReason,
-    Mirostat,
-    Request,
-    Sampler,
-    SamplingParams,
-    SlotInfo,
-    SlotState,
-)
+from engine.requests import AdapterScale, Mirostat, Request, Sampler, SamplingParams
+from engine.types import Finished, FinishReason, SlotInfo, SlotState
 from service import convert
 from service.defaults import GenerationDefaults
 

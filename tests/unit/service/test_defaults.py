@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.gguf.sampling import SamplingHints
-from engine.types import DEFAULT_SAMPLERS, Mirostat, Sampler, SamplingParams
+from engine.requests import DEFAULT_SAMPLERS, Mirostat, Sampler, SamplingParams
 from service.defaults import GenerationDefaults, with_hints
 
 OURS = GenerationDefaults(max_tokens=7)

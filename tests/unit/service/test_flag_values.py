@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.types import DEFAULT_SAMPLERS, Sampler
+from engine.requests import DEFAULT_SAMPLERS, Sampler
 from service.flag_values import (
     LOGIT_BIAS,
     SAMPLER_LETTERS,

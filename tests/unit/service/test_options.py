@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kvarts.v1.generation_pb2 import GenerateRequest
 
-from engine.types import Mirostat, Pooling, Sampler, SamplingParams
+from engine.requests import Mirostat, Pooling, Sampler, SamplingParams
 from gateway.options import GatewayOptions, decode_options
 from service.convert import from_sampling
 from service.defaults import ReasoningDefaults

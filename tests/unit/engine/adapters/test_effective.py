@@ -17,7 +17,7 @@ from engine.adapters.effective import (
     split_key,
     to_float32,
 )
-from engine.types import AdapterScale
+from engine.requests import AdapterScale
 
 A, B = bytes([1]) * 32, bytes([2]) * 32
 

@@ -16,7 +16,7 @@ from engine.adapters.content import AdapterContent, Pair, make_content
 from engine.adapters.errors import AdapterExists, AdapterInUse, AdapterRoom
 from engine.adapters.loaded import LoadedAdapter, LoadedAdapters, NewAdapter
 from engine.errors import InvalidField, NoSuchAdapter, ShuttingDown
-from engine.types import AdapterScale
+from engine.requests import AdapterScale
 
 WEIGHT = "blk.0.attn_q.weight"
 PLACE_BYTES = 200

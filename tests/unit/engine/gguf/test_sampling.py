@@ -10,7 +10,7 @@ from gguf import GGUFWriter
 from engine.errors import ModelFileError
 from engine.gguf.reader import GgufFile
 from engine.gguf.sampling import SamplingHints, read_sampling
-from engine.types import Mirostat
+from engine.requests import Mirostat
 from tests.ggufs import close, write_gguf
 
 

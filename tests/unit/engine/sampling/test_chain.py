@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidField, NotSupported, TokenNotInVocab
+from engine.requests import Mirostat, Sampler, SamplingParams
 from engine.sampling.chain import Chain
 from engine.step import FloatArray
-from engine.types import Mirostat, Sampler, SamplingParams
 from tests.unit.engine.sampling.support import ArrayRow, make_vocab
 
 VOCAB = make_vocab(300, eog=[2], end_token=2)

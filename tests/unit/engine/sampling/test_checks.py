@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidField, TokenNotInVocab
+from engine.requests import SamplingParams
 from engine.sampling.checks import check_params
-from engine.types import SamplingParams
 
 FLOATS = [f.name for f in fields(SamplingParams) if f.type == "float"]
 

@@ -7,10 +7,10 @@ import pytest
 
 from engine.constraint import BoolArray
 from engine.errors import GrammarDeadEnd
+from engine.requests import Sampler, SamplingParams
 from engine.sampling.chain import Chain
 from engine.sampling.masked import MaskedRow
 from engine.sampling.mt19937 import Mt19937
-from engine.types import Sampler, SamplingParams
 from tests.fake_logits import FakeRow
 from tests.unit.engine.sampling.support import ArrayRow, make_vocab
 

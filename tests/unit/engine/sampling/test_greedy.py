@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.requests import Sampler, SamplingParams
 from engine.sampling.chain import Chain
 from engine.sampling.edits import LogitBias
 from engine.sampling.greedy import Greedy
 from engine.sampling.temperature import Temperature
-from engine.types import Sampler, SamplingParams
 from tests.unit.engine.sampling.support import ArrayRow, make_vocab
 
 _ZERO = Temperature(np.float32(0))

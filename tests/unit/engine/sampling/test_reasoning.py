@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.requests import ReasoningBudget, SamplingParams
 from engine.sampling.chain import Chain
 from engine.sampling.reasoning import ReasoningState
-from engine.types import ReasoningBudget, SamplingParams
 from tests.unit.engine.sampling.support import ArrayRow, make_vocab
 from tests.unit.engine.sampling.test_constrained import Allowing
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.generation import Generation
+from engine.requests import Request
 from engine.scheduling.row import Row
 from engine.slots.table import Slot
-from engine.types import Request
 from tests.fake_text import FakeTokenizer, GreedyChain, PlainText
 
 

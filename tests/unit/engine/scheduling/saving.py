@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.requests import Request
 from engine.scheduling.wishes import RestoredSlot, Save, SavedSlot
-from engine.types import Request, SlotState
+from engine.types import SlotState
 from tests.slot_stores import fake_store, restore_wish, save_wish
 from tests.unit.engine.drive import A, Drive, ask
 

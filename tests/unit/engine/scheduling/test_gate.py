@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import DuplicateRequest, QueueFull
+from engine.requests import Request
 from engine.scheduling.gate import Gate, request_bytes
-from engine.types import CacheSource, CancelCause, Cancelled, Failed, Request, Started
+from engine.types import CacheSource, CancelCause, Cancelled, Failed, Started
 
 STARTED = Started(0, 1, 0, CacheSource.NONE, "", (), 0)
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from engine.requests import Request
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.row import Arrival, Row
-from engine.types import Request
 from tests.unit.engine.scheduling.rows import make_row
 
 

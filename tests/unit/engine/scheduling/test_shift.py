@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.requests import Request
 from engine.scheduling.shift import Shift, plan_shift
-from engine.types import Request
 
 
 # Contract 5.3: K = min(n_ctx - 4, n_keep + BOS), D = n_discard or half of the rest, below the rest.

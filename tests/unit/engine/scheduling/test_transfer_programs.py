@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineError
-from engine.types import CancelCause, Finished, Request, SlotState
+from engine.requests import Request
+from engine.types import CancelCause, Finished, SlotState
 from tests.slot_stores import fake_store, restore_wish, save_wish
 from tests.unit.engine.drive import A, Drive, ask, solo
 

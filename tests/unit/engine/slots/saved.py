@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.requests import AdapterScale
 from engine.slots.fingerprint import Traits
 from engine.slots.folder import SlotFolder
 from engine.slots.manifest import AdapterMark, Manifest
@@ -22,7 +23,6 @@ from engine.slots.state_layout import (
     content_of,
 )
 from engine.slots.writer import SlotWriter
-from engine.types import AdapterScale
 
 VOCAB = 300
 LAYOUT = StateLayout(

@@ -11,12 +11,13 @@ from engine.failpoints import Failpoints
 from engine.memory.host_tier import HostTier
 from engine.memory.pages import PageAllocator
 from engine.memory.prefix_index import PrefixIndex, PrefixRoot
+from engine.requests import Request
 from engine.scheduling.room import Room
 from engine.slots.prefixes import Prefixes, Reuse, prefix_root
 from engine.slots.table import Slot, SlotTable
 from engine.slots.window import WindowPages, WindowPolicy
 from engine.step import SequenceWork, StepBatch
-from engine.types import CacheSource, PoolKind, Request, SlotState
+from engine.types import CacheSource, PoolKind, SlotState
 from tests.fake_logits import tokens_of
 from tests.fake_runner import FakeRunner
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.requests import AdapterScale
 from engine.slots.errors import SlotFileMismatch
 from engine.slots.folder import SlotFolder
 from engine.slots.manifest import SCHEMA_VERSION, AdapterMark
 from engine.slots.reader import open_slot
 from engine.slots.state_layout import arrays_of
-from engine.types import AdapterScale
 from tests.unit.engine.slots.saved import ACCEPTED, FINGERPRINT, NAME
 from tests.unit.engine.slots.stored_state import stored_state
 
