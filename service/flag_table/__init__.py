@@ -6,11 +6,13 @@ Source: llama.cpp, common/arg.cpp, for names, variables, defaults and ranges of 
 from __future__ import annotations
 
 from service.flag_table.adapters import ADAPTERS
+from service.flag_table.context import CONTEXT
 from service.flag_table.embedding import EMBEDDING
 from service.flag_table.ignored import IGNORED
-from service.flag_table.model import CONTEXT, MODEL, REQUEST
+from service.flag_table.model import MODEL
 from service.flag_table.reasoning import REASONING
 from service.flag_table.refused import REFUSED
+from service.flag_table.request import REQUEST
 from service.flag_table.sampling import SAMPLING
 from service.flag_table.serving import ACCESS, CHECK, GRPC, HTTP, LOGS, TRACES, VARIABLES
 

@@ -9,7 +9,8 @@ import pytest
 
 from gateway.infill import Layout
 from tests.unit.gateway.conftest import Serve
-from tests.unit.gateway.fake_service import BOS, FakeService, encode
+from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.scripts import BOS, encode
 
 PRE, SUF, MID, REP, SEP = 5, 6, 7, 8, 9
 HALVES = {"input_prefix": "ab", "input_suffix": "cd"}

@@ -17,15 +17,8 @@ from gateway import connection, peer_json, requests, sse
 from gateway.peer_json import Json
 from gateway.run import Run
 from tests.unit.gateway.conftest import Serve, until_ready
-from tests.unit.gateway.fake_service import (
-    Call,
-    FakeService,
-    Response,
-    chunk,
-    failing,
-    finished,
-    started,
-)
+from tests.unit.gateway.fake_service import FakeService, failing
+from tests.unit.gateway.scripts import Call, Response, chunk, finished, started
 from tests.waiting import until_so
 
 # Of the scripted service.

@@ -10,14 +10,13 @@ import pytest
 from kvarts.v1 import generation_pb2
 
 from tests.unit.gateway.conftest import Serve
-from tests.unit.gateway.fake_service import (
+from tests.unit.gateway.fake_service import FakeService, failing
+from tests.unit.gateway.scripts import (
     EOS,
     Call,
-    FakeService,
     Response,
     chunk,
     encode,
-    failing,
     finished,
     started,
     text_script,

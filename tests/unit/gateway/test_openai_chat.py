@@ -9,9 +9,9 @@ import pytest
 from kvarts.v1 import common_pb2, generation_pb2
 
 from tests.unit.gateway.conftest import Serve
-from tests.unit.gateway.fake_service import (
+from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.scripts import (
     Call,
-    FakeService,
     Response,
     chunk,
     finished,

@@ -8,7 +8,8 @@ import httpx
 from kvarts.v1 import generation_pb2
 
 from tests.unit.gateway.conftest import Serve
-from tests.unit.gateway.fake_service import FakeService, text_script
+from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.scripts import text_script
 
 KEYS = ["choices", "created", "model", "system_fingerprint", "object", "usage", "id", "timings"]
 

@@ -15,15 +15,8 @@ from gateway.facts import Facts, gather
 from gateway.options import GatewayOptions
 from gateway.reply import ChatDelta
 from gateway.responses import ResponsesDialect
-from tests.unit.gateway.fake_service import (
-    Call,
-    FakeService,
-    Response,
-    chunk,
-    finished,
-    started,
-    text_script,
-)
+from tests.unit.gateway.fake_service import FakeService
+from tests.unit.gateway.scripts import Call, Response, chunk, finished, started, text_script
 
 USER = {"role": "user", "content": "Hi"}
 MESSAGES: dict[str, Any] = {"messages": [USER], "max_tokens": 2}

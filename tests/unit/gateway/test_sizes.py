@@ -12,7 +12,7 @@ import pytest
 
 from gateway import connection, peer_json
 from gateway.off_loop import HEAVY
-from tests.unit.gateway.fake_service import encode
+from tests.unit.gateway.scripts import encode
 
 
 class Watched:

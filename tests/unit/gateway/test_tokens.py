@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.gateway.fake_service import BOS, encode
+from tests.unit.gateway.scripts import BOS, encode
 
 
 async def test_tokenize(client: httpx.AsyncClient):
