@@ -140,9 +140,11 @@ class Readiness:
         await self._settle()
         return True
 
-    def _models(self) -> grpc.aio.UnaryStreamCall[Any, model_pb2.WatchModelResponse]:
-        key = credentials(self._options.service_key)
-        return self._service.model.WatchModel(model_pb2.WatchModelRequest(), metadata=key)
+    def _models(
+        self, limit_s: float | None = None
+    ) -> grpc.aio.UnaryStreamCall[Any, model_pb2.WatchModelResponse]:
+        key, request = credentials(self._options.service_key), model_pb2.WatchModelRequest()
+        return self._service.model.WatchModel(request, metadata=key, timeout=limit_s)
 
     async def _take_note(self, now: model_pb2.WatchModelResponse) -> None:
         if now.changing:
@@ -252,7 +254,7 @@ class Readiness:
 
         A call of its own: the other stream may tell later than health does, or have ended.
         """
-        call = self._models()
+        call = self._models(_PATIENCE_S)
         try:
             async for now in call:
                 return now
