@@ -133,8 +133,12 @@ async def tokenize_all(
                 backend, prompt, add_special=add_special, parse_special=parse_special
             )
 
+    num_texts = sum(prompt.has_text for prompt in prompts)
+    if num_texts <= 1:
+        await work()
+        return tokens
     async with together() as works:
-        for _ in range(min(_MAX_CALLS, len(prompts))):
+        for _ in range(min(_MAX_CALLS, num_texts)):
             works.create_task(work())
     return tokens
 

@@ -27,7 +27,6 @@ from gateway.prompts import Prompt, tokenize
 from gateway.schema import RANDOM_SEED, BiasEntry, CompletionParams
 from gateway.service import answer
 from gateway.settings import long_settings, short_settings
-from gateway.together import together
 
 _MIROSTAT = (
     generation_pb2.MIROSTAT_OFF,
@@ -101,12 +100,10 @@ async def resolve(backend: Backend, params: CompletionParams) -> Resolved:
     """
     if params.json_schema is not None:
         params = await _with_schema(backend, params)
-    async with together() as works:
-        biasing = works.create_task(_resolve_bias(backend, params.logit_bias))
-        preserving = works.create_task(_resolve_preserved(backend, params.preserved_texts))
-        finding = known_adapters(backend.service, params.lora, backend.metadata)
-        adapters = await finding
-    bias, preserved = biasing.result(), preserving.result()
+    # One after another: most requests have none of these, and a task for each would cost them all.
+    bias = await _resolve_bias(backend, params.logit_bias)
+    preserved = await _resolve_preserved(backend, params.preserved_texts)
+    adapters = await known_adapters(backend.service, params.lora, backend.metadata)
     if params.grammar_triggers:
         triggers = await _resolve_triggers(backend, params.grammar_triggers, preserved)
         params = dataclasses.replace(params, grammar_triggers=triggers)

@@ -24,7 +24,7 @@ from kvarts.v1 import (
     slot_pb2,
 )
 
-from engine import errors, types
+from engine import errors, requests, types
 from engine.adapters import errors as adapter_errors
 from service import swap_errors, validate
 from service.errors import ERROR_TABLE
@@ -312,8 +312,8 @@ def test_a_budget_can_be_negative() -> None:
 @pytest.mark.parametrize(
     ("engine_enum", "descriptor", "prefix"),
     [
-        (types.Sampler, generation_pb2.Sampler.DESCRIPTOR, "SAMPLER_"),
-        (types.Mirostat, generation_pb2.Mirostat.DESCRIPTOR, "MIROSTAT_"),
+        (requests.Sampler, generation_pb2.Sampler.DESCRIPTOR, "SAMPLER_"),
+        (requests.Mirostat, generation_pb2.Mirostat.DESCRIPTOR, "MIROSTAT_"),
         (types.FinishReason, generation_pb2.FinishReason.DESCRIPTOR, "FINISH_REASON_"),
         (types.CacheSource, generation_pb2.CacheSource.DESCRIPTOR, "CACHE_SOURCE_"),
         (types.SlotState, slot_pb2.SlotState.DESCRIPTOR, "SLOT_STATE_"),
@@ -336,9 +336,9 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("engine_type", "descriptor", "names", "engine_only"),
     [
-        (types.SamplingParams, generation_pb2.SamplingParams.DESCRIPTOR, {}, set[str]()),
+        (requests.SamplingParams, generation_pb2.SamplingParams.DESCRIPTOR, {}, set[str]()),
         (
-            types.Request,
+            requests.Request,
             generation_pb2.GenerateRequest.DESCRIPTOR,
             {"prompt": "tokens", "time_limit_s": "time_limit", "progress": "return_progress"},
             # A deadline is the call's, a tenant the key's, a group the call; the echo is
