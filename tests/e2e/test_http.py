@@ -196,9 +196,14 @@ async def test_metrics_show_empty_pools_when_nothing_runs(
     }
     assert values["llamacpp:requests_processing"] == 0
     assert values["llamacpp:requests_deferred"] == 0
-    units = {m: values[f'kvarts_pool_{m}_units{{pool="kv"}}'] for m in ("size", "free", "pinned")}
-    assert values['kvarts_pool_used_units{pool="kv"}'] == 0
-    assert units["free"] + units["pinned"] == units["size"]
+    units = {
+        state: values[f'kvarts_pool_units{{pool="kv",state="{state}"}}']
+        for state in ("free", "used", "pinned", "cached")
+    }
+    pool = (await http.get("/pools")).json()["pools"][0]
+    assert pool["kind"] == "kv"
+    assert units["used"] == 0
+    assert units["free"] + units["pinned"] + units["cached"] == pool["size"]
 
 
 def _call(rpc: Client, request: generation_pb2.GenerateRequest) -> Any:
