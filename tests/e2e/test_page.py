@@ -169,6 +169,29 @@ def test_an_adapter_is_scaled_by_its_slider(equipped: Browser, equipped_url: str
     page.wait(lambda: page.text("#said") == "Adapter scales are set.", "the word of it")
 
 
+def test_the_last_of_several_scales_is_the_one_that_holds(equipped: Browser, equipped_url: str):
+    """However long an earlier call takes."""
+    page = equipped
+    page.run(
+        "const own = window.fetch; window.begun = window.ended = 0;"
+        "window.fetch = async (path, how) => {"
+        "  if (!how?.body) return own(path, how);"
+        "  if (++window.begun === 1) await new Promise((go) => { window.go = go; });"
+        "  const reply = await own(path, how); window.ended++; return reply; };"
+        "document.querySelector('#said').textContent = '';"
+        "document.querySelector('#adapter-0').focus()"
+    )
+    page.keys(LEFT)
+    page.wait(lambda: page.run("return window.begun") == 1, "the first call")
+    page.keys(LEFT, LEFT)
+    wished = float(page.text("#adapter-list output"))
+    page.run("window.go()")
+    page.wait(lambda: page.text("#said") == "Adapter scales are set.", "the word of it")
+    page.wait(lambda: page.run("return window.ended === window.begun"), "all calls")
+    told = httpx.get(f"{equipped_url}/lora-adapters").json()[0]["scale"]
+    assert told == pytest.approx(wished)
+
+
 def test_a_resplit_that_does_not_fit_is_refused_and_asks_for_nothing(
     equipped: Browser, equipped_url: str
 ):
