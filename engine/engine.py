@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -168,6 +169,15 @@ class Engine:
                 if isinstance(error, ContextOverflow) and self._is_open:
                     self._post(self._passing_over(request))
             raise
+
+    @contextmanager
+    def at_once(self) -> Generator[None]:
+        """What the block submits reaches the same step: none begins before all are queued.
+
+        The thread that runs steps waits meanwhile.
+        """
+        with self._wake:
+            yield
 
     def cancel(self, request_id: str, cause: CancelCause) -> None:
         """Ends a request before the next step; an id that is not in flight is ignored."""

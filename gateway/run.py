@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -29,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 # Events that wait for a slow client per body; beyond it the calls themselves are held up.
 _QUEUE_EVENTS = 32
 
+CallGroup = generation_pb2.CallGroup
 Event = (
     generation_pb2.Started
     | generation_pb2.Progress
@@ -123,7 +125,8 @@ class Run:
         """Starts the first jobs; each that ends makes room for the next."""
         waiting = iter(self._samples)
         num_tasks = min(self._num_calls, len(self._samples))
-        self._tasks = [asyncio.create_task(self._read_all(waiting)) for _ in range(num_tasks)]
+        groups = [None] if num_tasks == 1 else _group_of(num_tasks)
+        self._tasks = [asyncio.create_task(self._read_all(waiting, group)) for group in groups]
         return self
 
     async def __aexit__(
@@ -171,15 +174,17 @@ class Run:
             pass
         return self._samples
 
-    async def _read_all(self, waiting: Iterator[Sample]) -> None:
+    async def _read_all(self, waiting: Iterator[Sample], group: CallGroup | None) -> None:
+        """Runs one job after the other; the first is of a group with those of the other tasks."""
         for sample in waiting:
             if self._is_left:
                 return
-            await self._read(sample)
+            await self._read(sample, group)
+            group = None
 
-    async def _read(self, sample: Sample) -> None:
+    async def _read(self, sample: Sample, group: CallGroup | None) -> None:
         try:
-            await self._forward(sample)
+            await self._forward(sample, group)
         except grpc.aio.AioRpcError as error:
             await self._queue.put((sample, from_rpc(error)))
         except asyncio.CancelledError:
@@ -194,8 +199,10 @@ class Run:
             _LOG.exception("a call's events could not be read")
             await self._queue.put((sample, server_fault("internal error")))
 
-    async def _forward(self, sample: Sample) -> None:
+    async def _forward(self, sample: Sample, group: CallGroup | None) -> None:
         request = await off_loop(sample.job.message, weight=self._weight)
+        if group is not None:
+            request.group.CopyFrom(group)
         if self._is_left:
             return
         call = self._service.generation.Generate(request, metadata=self._metadata)
@@ -212,6 +219,12 @@ class Run:
             self._calls.discard(call)
             call.cancel()
         await self._queue.put((sample, server_fault("the service ended the stream too early")))
+
+
+def _group_of(num_calls: int) -> list[CallGroup]:
+    """What each of the first calls says of the others: the peer queues all of a body at once."""
+    name = uuid.uuid4().hex
+    return [CallGroup(id=name, num_calls=num_calls, index=index) for index in range(num_calls)]
 
 
 def _event(response: generation_pb2.GenerateResponse) -> Event | None:

@@ -27,6 +27,7 @@ from engine.scheduling.erasing import ErasedSlot
 from engine.scheduling.wishes import Restore, RestoredSlot, Save, SavedSlot
 from engine.totals import Totals
 from engine.types import CancelCause, Cancelled, Embedded, Event, Failed, Finished, Snapshot
+from service.call_groups import Place
 from service.changes import Changes
 from service.loaded import LoadedModel, LoadModel
 from service.tenure import Tenure
@@ -253,11 +254,13 @@ class Bridge:
         *,
         save: Save | None = None,
         model: LoadedModel | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[tuple[int, Event]]:
         """Runs the samples of one call and yields (sample, event) until each has finished.
 
         With `save` the only one is a prompt that is computed to be saved. `model` is the one that
-        the requests were made for and their caller uses, None what is served.
+        the requests were made for and their caller uses, None what is served. With a `place` they
+        are queued when its group is.
 
         Closing the generator, for whatever reason, cancels what still runs; `cause` is then asked
         for the reason.
@@ -269,9 +272,17 @@ class Bridge:
         engine = (model or self.model).engine
         stream = _Stream()
         num_left = len(requests)
+
+        def submit() -> None:
+            with engine.at_once():
+                for sample, request in enumerate(requests):
+                    self._submit(engine, stream, sample, request, save)
+
         try:
-            for sample, request in enumerate(requests):
-                self._submit(engine, stream, sample, request, save)
+            if place is None:
+                submit()
+            else:
+                await place.take(submit)
             while num_left:
                 sample, event = await stream.queue.get()
                 _raise_if_over(event)
@@ -340,7 +351,8 @@ class Bridge:
     async def stop(self, grace_s: float, *, save_s: float = 0.0) -> None:
         """Takes no more work, lets what runs go on for `grace_s`, then ends the engine threads.
 
-        Requests end `save_s` earlier, for the saves that were asked for. May be called again with less time, while the first call still waits.
+        Requests end `save_s` earlier, for the saves that were asked for. May be called again with
+        less time, while the first call still waits.
         """
         self.close()
         engines = [tenure.model.engine for tenure in self._books.tenures]

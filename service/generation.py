@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -16,6 +16,7 @@ from engine.requests import Request
 from engine.types import Chunk, Event, Finished, FinishReason, Progress, Started
 from service import convert, telemetry
 from service.bridge import Bridge
+from service.call_groups import CallGroups, Place
 from service.chat_output import ChatOutput, ChatReader, plan_output
 from service.constraint import read_constraint
 from service.deadline import CallDeadline
@@ -25,7 +26,7 @@ from service.metrics import Metrics
 from service.off_loop import off_loop, on_thread
 from service.prompt import Prompt, read_prompt
 from service.reasoning import read_budget
-from service.validate import check_generate, check_vocabulary, limits_of
+from service.validate import check_generate, check_group, check_vocabulary, limits_of
 
 GenerateRequest = generation_pb2.GenerateRequest
 GenerateResponse = generation_pb2.GenerateResponse
@@ -54,9 +55,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         bridge: Bridge,
         metrics: Metrics,
         idle_slots: IdleSlotLog,
+        groups: CallGroups,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bridge = bridge
+        self._groups = groups
         self._idle_slots = idle_slots
         self._metrics = metrics
         self._clock = clock
@@ -74,14 +77,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         record = telemetry.current()
         deadline = CallDeadline.of(context)
         arrived_s = self._clock()
-        async with self._bridge.admit(telemetry.current().request_bytes) as model:
+        async with (
+            self._bridge.admit(record.request_bytes) as model,
+            self._place(request, model) as place,
+        ):
             waited_s = self._clock() - arrived_s
             deadline_s = _deadline(context, model.engine.now_s())
             requests, prompt, output = await _read(request, model, deadline_s)
             prompt_text = ""
             observer = _Observer(record, self._metrics, self._clock, len(requests), waited_s)
             answer = _Answer(record.request_id, output)
-            running = self._bridge.events(requests, deadline.cause, model=model)
+            running = self._bridge.events(requests, deadline.cause, model=model, place=place)
             with prompt.counted():
                 async with aclosing(running) as events:
                     async for sample, event in events:
@@ -97,6 +103,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         if isinstance(event, Finished) and event.stop_string:
                             message.finished.stop_string_tokens = _length(event.stop_string, model)
                         yield message
+
+    @asynccontextmanager
+    async def _place(
+        self, request: GenerateRequest, model: LoadedModel
+    ) -> AsyncGenerator[Place | None]:
+        """Keeps the call's place in its group, if it is of one."""
+        if not request.HasField("group"):
+            yield None
+            return
+        group = request.group
+        check_group(group)
+        name = (telemetry.current().tenant, group.id)
+        with self._groups.place(
+            model.engine, name, num_calls=group.num_calls, index=group.index
+        ) as place:
+            yield place
 
 
 async def _read(

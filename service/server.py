@@ -42,6 +42,7 @@ from engine.slots.store import SlotStore
 from engine.types import EventSink
 from service.autosave import Autosaves
 from service.bridge import Bridge, BridgeHooks
+from service.call_groups import PATIENCE_S, CallGroups
 from service.certificates import ServerCertificates
 from service.channel_options import channel_options
 from service.disk_metrics import SlotDiskCollector
@@ -105,11 +106,13 @@ class Server:
         options: ServiceOptions,
         *,
         stall_limit_s: float = STALL_LIMIT_S,
+        group_patience_s: float = PATIENCE_S,
         spans: Spans | None = None,
         make_loader: Callable[[], ModelLoader] | None = None,
     ) -> None:
         """`spans` and `make_loader` instead of those that the options ask for are for tests."""
         self._options = options
+        self._group_patience_s = group_patience_s
         self._metrics = Metrics()
         if options.slot_save_path is not None:
             self._metrics.add(SlotDiskCollector(options.slot_save_path))
@@ -293,7 +296,10 @@ class Server:
         server, bridge = self._grpc, self._bridge
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(
-                bridge, self._metrics, IdleSlotLog(is_on=self._options.tells_idle_slots)
+                bridge,
+                self._metrics,
+                IdleSlotLog(is_on=self._options.tells_idle_slots),
+                CallGroups(self._group_patience_s),
             ),
             server,
         )

@@ -43,6 +43,7 @@ MAX_ANNOTATION_BYTES = 4096
 MAX_PRESERVED_TOKENS = 65_536
 MAX_TRIGGERS = 256
 MAX_INPUTS = 2048
+MAX_GROUP_CALLS = 1024
 MAX_PAGE_SIZE = 1000
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4096
@@ -80,6 +81,21 @@ def check_vocabulary(asked: str, model: LoadedModel) -> None:
         raise InvalidField("vocabulary", f"has more than {MAX_VOCABULARY_BYTES} bytes")
     if asked and asked != model.vocabulary:
         raise VocabularyChanged(asked, model.vocabulary)
+
+
+def check_group(group: generation_pb2.CallGroup) -> None:
+    """Checks what a call says of the group that it is of.
+
+    Raises:
+        InvalidField: One field is out of range.
+        InvalidFields: Several are.
+    """
+    faults = Faults()
+    if not telemetry.is_request_id(group.id):
+        faults.add("group.id", f"{shown(group.id)} is not 1 to 36 printable ASCII characters")
+    faults.number("group.num_calls", group.num_calls, low=2, high=MAX_GROUP_CALLS)
+    faults.number("group.index", group.index, low=0, high=max(0, group.num_calls - 1))
+    faults.raise_if_any()
 
 
 def check_request_id(faults: Faults, request_id: str) -> None:

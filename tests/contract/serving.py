@@ -200,6 +200,7 @@ async def serving(
     identity: Mapping[str, Any] | None = None,
     parts: Mapping[str, Any] | None = None,
     stall_limit_s: float = 30.0,
+    group_patience_s: float = 30.0,
     stop_s: float = 5.0,
     num_adapters: int = 0,
     spans: Spans | None = None,
@@ -209,7 +210,13 @@ async def serving(
 ) -> AsyncGenerator[Serving]:
     """Starts a server, loads the fake model, and stops both; `parts` are the engine's."""
     told = options(engine=config, **changes)
-    server = Server(told, stall_limit_s=stall_limit_s, spans=spans, make_loader=make_loader)
+    server = Server(
+        told,
+        stall_limit_s=stall_limit_s,
+        group_patience_s=group_patience_s,
+        spans=spans,
+        make_loader=make_loader,
+    )
     await server.start()
     engines: list[Engine] = []
     plan = plan_memory(config, fake_shape(window), 1 << 20)

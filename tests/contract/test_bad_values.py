@@ -196,12 +196,18 @@ async def test_sampling_numbers_out_of_range(name: str, value: float) -> None:
     assert f"{value:.3g}" in failed.text
 
 
+CallGroup = generation_pb2.CallGroup
 BAD: list[tuple[GenerateRequest, str]] = [
     (GenerateRequest(), "prompt"),
     (GenerateRequest(text="x", request_id="a" * 37), "request_id"),
     (GenerateRequest(text="x", request_id="\u00e9"), "request_id"),
     (GenerateRequest(text="x", num_samples=5), "num_samples"),
     (GenerateRequest(text="x", num_samples=2, slot_id=0), "slot_id"),
+    (GenerateRequest(text="x", group=CallGroup(num_calls=2)), "group.id"),
+    (GenerateRequest(text="x", group=CallGroup(id="\u00e9", num_calls=2)), "group.id"),
+    (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=1)), "group.num_calls"),
+    (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=1025)), "group.num_calls"),
+    (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=2, index=2)), "group.index"),
     (GenerateRequest(text="x", top_logprobs=102), "top_logprobs"),
     (GenerateRequest(text="x", time_limit=Duration()), "time_limit"),
     (GenerateRequest(text="x", time_limit=Duration(seconds=-1)), "time_limit"),

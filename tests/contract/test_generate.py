@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.fake_text import FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
 SLOTS = slot_pb2.ListSlotsRequest()
+
+CallGroup = generation_pb2.CallGroup
 
 
 def says(answer: str, prompt: str) -> FakeRunner:
@@ -151,6 +154,35 @@ async def test_samples_run_side_by_side_with_rising_seeds() -> None:
     assert [started[i].seed for i in range(3)] == [2**32 - 2, 2**32 - 1, 0]
     assert len({s.slot_id for s in started.values()}) == 3
     assert sorted(r.finished.index for r in responses if r.HasField("finished")) == [0, 1, 2]
+
+
+async def test_calls_of_a_group_begin_together_in_the_order_of_their_places() -> None:
+    async with serving() as it:
+
+        def call(index: int) -> asyncio.Future[list[GenerateResponse]]:
+            group = CallGroup(id="body", num_calls=2, index=index)
+            request = GenerateRequest(text="ab", max_tokens=1, group=group)
+            return asyncio.ensure_future(it.collect(request))
+
+        second = call(1)
+        # This comes later over the same connection, and is queued at once.
+        await it.collect(GenerateRequest(text="cd", max_tokens=1))
+        assert (it.commands.qsize(), second.done()) == (1, False)
+        streams = await asyncio.gather(call(0), second)
+        # Of slots that hold nothing of a prompt the last is given first.
+        assert [stream[0].started.slot_id for stream in streams] == [3, 2]
+
+
+async def test_a_group_of_another_tenant_is_another_one() -> None:
+    async with serving(api_keys=("one", "two")) as it:
+
+        def call(key: str, index: int) -> Any:
+            group = CallGroup(id="body", num_calls=2, index=index)
+            request = GenerateRequest(text="ab", max_tokens=1, group=group)
+            return it.collect(request, metadata=(("authorization", f"Bearer {key}"),))
+
+        streams = await asyncio.gather(*(call(key, i) for i in (0, 1) for key in ("one", "two")))
+        assert all(kinds(stream)[-1] == "finished" for stream in streams)
 
 
 async def test_the_text_of_the_prompt_is_told_when_asked_for() -> None:

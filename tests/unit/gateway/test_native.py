@@ -161,6 +161,26 @@ async def test_batch_is_a_list_by_index(client: httpx.AsyncClient, service: Fake
     assert len(await post(client, prompt=["A"])) == len(KEYS)
 
 
+async def test_as_many_calls_as_there_are_slots_begin_together(
+    client: httpx.AsyncClient, service: FakeService
+):
+    num_slots = 2
+    await post(client, prompt=[f"{index}" for index in range(num_slots + 2)])
+    calls = sorted(service.calls, key=lambda call: bytes(call.request.tokens.ids))
+    first, later = calls[:num_slots], calls[num_slots:]
+    groups = [call.request.group for call in first]
+    assert [(one.num_calls, one.index) for one in groups] == [
+        (num_slots, i) for i in range(num_slots)
+    ]
+    assert len({one.id for one in groups}) == 1
+    assert not any(call.request.HasField("group") for call in later)
+
+
+async def test_a_single_prompt_is_of_no_group(client: httpx.AsyncClient, service: FakeService):
+    await post(client, prompt="A")
+    assert not service.calls[0].request.HasField("group")
+
+
 async def test_samples_have_rising_seeds(client: httpx.AsyncClient, service: FakeService):
     body = await post(client, n=2, seed=7)
     assert [item["generation_settings"]["seed"] for item in body] == [7, 8]

@@ -13,6 +13,7 @@ from kvarts.v1 import generation_pb2
 
 from service import generation
 from service.bridge import Bridge, BridgeHooks
+from service.call_groups import CallGroups
 from service.generation import GenerationServicer
 from service.idle_slots import IdleSlotLog
 from service.interceptors import Fence, Telemetry
@@ -66,7 +67,7 @@ async def bridge() -> AsyncIterator[Bridge]:
 async def served(bridge: Bridge, metrics: Metrics) -> Any:
     """The handler of Generate as the server calls it."""
     inner = grpc.unary_stream_rpc_method_handler(
-        GenerationServicer(bridge, metrics, IdleSlotLog(is_on=False)).Generate,
+        GenerationServicer(bridge, metrics, IdleSlotLog(is_on=False), CallGroups()).Generate,
         generation_pb2.GenerateRequest.FromString,
         generation_pb2.GenerateResponse.SerializeToString,
     )
