@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler
 
 from gateway.backend import Backend
-from gateway.connection import ClientGone, Connection, json_response
+from gateway.connection import Connection, json_response
 from gateway.errors import ApiError, ErrorKind, ModelChanged, server_fault
 from gateway.exchange import Exchange, Handler
 from gateway.gates import Gates, presented_key
@@ -28,6 +28,7 @@ from gateway.openapi import openapi_route
 from gateway.options import GatewayOptions
 from gateway.page import page_routes
 from gateway.peer_json import UnreadableJson
+from gateway.presence import ClientGone
 from gateway.readiness import Readiness
 from gateway.reload import Reloads
 from gateway.replies import ROUTE, Replies, WatchedReplies

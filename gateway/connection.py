@@ -13,6 +13,7 @@ from gateway import peer_json
 from gateway.errors import ApiError, ErrorKind, server_fault
 from gateway.off_loop import LIGHT, off_loop
 from gateway.peer_json import Json
+from gateway.presence import ClientGone, while_present
 
 T = TypeVar("T")
 
@@ -21,10 +22,6 @@ MAX_BODY_BYTES = 100 << 20
 _PARSER_PACE = 8
 _JSON = "application/json; charset=utf-8"
 _UNREAD = object()
-
-
-class ClientGone(Exception):
-    """The client closed its connection; nobody reads an answer."""
 
 
 class Connection:
@@ -115,21 +112,8 @@ class Connection:
         Raises:
             ClientGone: the client left first.
         """
-        working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._until_gone())
-        try:
-            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ClientGone
-            return working.result()
-        finally:
-            watching.cancel()
-            working.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
-
-    async def _until_gone(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
+        async with while_present(self._request.receive):
+            return await work
 
 
 def _take_any(num_bytes: int) -> None:

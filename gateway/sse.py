@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.peer_json import Json, write
+from gateway.presence import ClientGone, while_present
 
 PING = b":\n\n"
 
@@ -63,17 +65,12 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams until the frames, or the client, end."""
-        sending = asyncio.ensure_future(self._send_all(send))
-        watching = asyncio.ensure_future(_until_gone(receive))
         try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(ClientGone):
+                async with while_present(receive):
+                    await self._send_all(send)
         finally:
-            watching.cancel()
-            sending.cancel()
-            await asyncio.gather(sending, watching, return_exceptions=True)
             await self.frames.aclose()
-        if not sending.cancelled():
-            sending.result()
 
     async def _send_all(self, send: Send) -> None:
         raw = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
@@ -126,8 +123,3 @@ class _Body:
                 await self.send(PING)
             else:
                 await asyncio.sleep(due_s - self._loop.time())
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

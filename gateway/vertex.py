@@ -17,12 +17,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from gateway import peer_json
-from gateway.connection import ClientGone, Connection, json_response
+from gateway.connection import Connection, json_response
 from gateway.errors import ApiError, ErrorKind, invalid
 from gateway.exchange import Exchange, Handler
 from gateway.ops import health
 from gateway.options import GatewayOptions
 from gateway.peer_json import Json, UnreadableJson
+from gateway.presence import ClientGone
 from gateway.sse import EventStream
 from gateway.together import together
 

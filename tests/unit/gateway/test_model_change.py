@@ -11,9 +11,10 @@ from kvarts.v1 import model_pb2
 from starlette.requests import Request
 from starlette.types import Message
 
-from gateway.connection import ClientGone, Connection
+from gateway.connection import Connection
 from gateway.errors import ApiError
 from gateway.model_change import ModelChange
+from gateway.presence import ClientGone
 from tests.unit.gateway.conftest import Serve, until_changing, until_ready
 from tests.unit.gateway.fake_service import FakeService, failing
 from tests.waiting import until_so
