@@ -225,8 +225,7 @@ class Scheduler:
         flight, self._flight = self._flight, None
         assert flight is not None, "no step was begun"
         try:
-            logits_of = flight.step.results()
-            results = list(zip(flight.plan.rows, flight.batch.works, logits_of, strict=True))
+            results = flight.plan.results(flight.works, flight.step.results())
         except Exception as error:
             self._fail_step(flight.plan, error)
             return
@@ -357,11 +356,11 @@ class Scheduler:
         if self._table.windows is not None:
             for row in plan.rows:
                 self._table.cover(row.home, len(row.home.tokens) + plan.length(row))
-        batch = plan.batch()
+        works = plan.works()
         self._ledger.stepped(len(self._rows))
         try:
             self._parts.failpoints.check(Site.RUN)
-            self._flight = Flight(plan, batch, self._parts.runner.start(batch))
+            self._flight = Flight(plan, works, self._parts.runner.start(plan.batch(works)))
         except Exception as error:
             self._fail_step(plan, error)
 
@@ -385,7 +384,7 @@ class Scheduler:
             row.last_turn = self._num_turns
             self._num_turns += 1
             row.home.tokens += work.tokens
-            self._table.slide(row.home, after_chunk=row is plan.chunk)
+            self._table.slide(row.home, after_chunk=row not in plan.decodes)
             self._ledger.evaluated(row, now_s)
             if len(work.tokens) > 1 or row.is_new:  # others may use it from now on
                 self._table.register(row.home, is_end=work.wants_logits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,10 +48,29 @@ class SequenceWork:
     state_id: int = 0
     wants_hidden: bool = False
 
+    def one_by_one(self) -> list[SequenceWork]:
+        """The same as works of one token each, for one step: the last has the logits.
+
+        A step stores all its keys and values before any of its tokens reads them, so that each
+        finds those before it. A state has no such order.
+        """
+        last = len(self.tokens) - 1
+        return [
+            replace(
+                self,
+                tokens=(token,),
+                start=self.start + i,
+                wants_logits=self.wants_logits and i == last,
+            )
+            for i, token in enumerate(self.tokens)
+        ]
+
 
 @dataclass(frozen=True)
 class StepBatch:
     """One step: `decodes` of one token each, and at most one prefill `chunk` beside them.
+
+    Several decodes may be consecutive tokens of one sequence without a state.
 
     An encoder's steps have whole `texts` and nothing else.
     """

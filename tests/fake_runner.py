@@ -8,7 +8,7 @@ slots changes the output and fails the test that compares it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -322,9 +322,10 @@ class FakeRunner:
         assert self.num_experts == self._sizes.moe_cache, "experts of no size that was asked for"
         if self.max_texts:
             return self._running(batch, lambda: self._read_texts(batch))
-        self._check(batch, batch.works)
+        works = _whole_works(batch)
+        self._check(batch, works)
         if self.fails_at_start:
-            self._fail_if_due(batch.works)
+            self._fail_if_due(works)
         return self._running(batch, lambda: self._evaluate(batch))
 
     def _running(self, batch: StepBatch, work: Callable[[], list[RowLogits | None]]) -> FakeStep:
@@ -340,7 +341,7 @@ class FakeRunner:
         return FakeStep(results)
 
     def _evaluate(self, batch: StepBatch) -> list[RowLogits | None]:
-        works = batch.works
+        works = _whole_works(batch)
         self._fail_if_due(works)
         for work in works:
             self._write(self._memory, work.pages, work)
@@ -350,7 +351,11 @@ class FakeRunner:
                 self._carry_on(work)
         chunk = batch.chunk if batch.wants_hidden else None
         self._hidden = [self._hidden_of(chunk)] if chunk else []
-        return [self._logits(work) for work in works]
+        results: list[RowLogits | None] = []
+        for work in works:
+            before = 0 if work is batch.chunk else len(work.tokens) - 1
+            results += [*[None] * before, self._logits(work)]
+        return results
 
     def _read_texts(self, batch: StepBatch) -> list[RowLogits | None]:
         assert not batch.decodes
@@ -474,3 +479,23 @@ class FakeRunner:
         if self.next_token is not None:
             logits[self.next_token(tokens)] += np.float32(20)
         return FakeRow(logits)
+
+
+def _whole_works(batch: StepBatch) -> list[SequenceWork]:
+    """The step's works, with decodes that are consecutive tokens of one sequence as one work."""
+    works: list[SequenceWork] = []
+    for one in batch.decodes:
+        last = works[-1] if works else None
+        if last is None or not _follows(one, last):
+            works.append(one)
+            continue
+        assert not one.state_id, "a state has no order within a step"
+        assert not last.wants_logits, "logits before the last token"
+        works[-1] = replace(one, tokens=(*last.tokens, *one.tokens), start=last.start)
+    return [*works, *([batch.chunk] if batch.chunk else [])]
+
+
+def _follows(one: SequenceWork, last: SequenceWork) -> bool:
+    """Whether a work is the next of the same sequence, under the same adapters."""
+    whole = replace(one, tokens=last.tokens, start=last.start, wants_logits=last.wants_logits)
+    return whole == last and one.start == last.start + len(last.tokens)

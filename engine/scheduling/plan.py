@@ -1,4 +1,4 @@
-"""Which rows a step evaluates: decodes first, then one chunk of a prompt beside them. Pure."""
+"""Which rows a step evaluates: decodes, prompts of a few tokens, a chunk of a longer one. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.row import Row
-from engine.step import RunningStep, StepBatch
+from engine.step import RowLogits, RunningStep, SequenceWork, StepBatch
+
+# Prompts of so few tokens are evaluated as rows of one token: measured, docs/benchmarks.md.
+SHORT_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The rows of one step, in the order of the runner's results, and the chunk's length.
 
-    `passed` is the older prompt that waits while a younger one has the chunk.
+    Each token of `shorts`, prompts of a few tokens, is evaluated as a decode is. `passed` is the
+    older prompt that waits while a younger one has the chunk.
     """
 
     decodes: tuple[Row, ...]
@@ -21,52 +25,87 @@ class StepPlan:
     chunk_tokens: int
     passed: Row | None = None
     texts: tuple[Row, ...] = ()
+    shorts: tuple[Row, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """All rows; the chunk's is the last, or there are only an encoder's `texts`."""
         chunk = () if self.chunk is None else (self.chunk,)
-        return (*self.decodes, *chunk, *self.texts)
+        return (*self.decodes, *self.shorts, *chunk, *self.texts)
 
     def length(self, row: Row) -> int:
         """Returns how many tokens of one of its rows the step evaluates."""
         return row.next_length(1 if row in self.decodes else self.chunk_tokens)
 
-    def batch(self) -> StepBatch:
-        """Returns what the runner is to evaluate."""
+    def works(self) -> tuple[SequenceWork, ...]:
+        """Returns what each of the rows is to do, in their order."""
+        return tuple(row.work(self.length(row)) for row in self.rows)
+
+    def batch(self, works: Sequence[SequenceWork]) -> StepBatch:
+        """Returns what the runner is to evaluate, made of `works`."""
+        num_decodes, num_rows = len(self.decodes), len(self.decodes) + len(self.shorts)
+        tokens = [one for work in works[num_decodes:num_rows] for one in work.one_by_one()]
+        rest = works[num_rows:]
         return StepBatch(
-            decodes=tuple(row.work(1) for row in self.decodes),
-            chunk=self.chunk.work(self.chunk_tokens) if self.chunk else None,
-            texts=tuple(row.work(self.chunk_tokens) for row in self.texts),
+            decodes=(*works[:num_decodes], *tokens),
+            chunk=rest[0] if self.chunk else None,
+            texts=() if self.chunk else tuple(rest),
         )
+
+    def results(
+        self, works: Sequence[SequenceWork], logits: Sequence[RowLogits | None]
+    ) -> list[tuple[Row, SequenceWork, RowLogits | None]]:
+        """Returns each row with its work and, of the runner's results, what is after its last token."""
+        found: list[tuple[Row, SequenceWork, RowLogits | None]] = []
+        end = 0
+        for row, work in zip(self.rows, works, strict=True):
+            end += len(work.tokens) if row in self.shorts else 1
+            found.append((row, work, logits[end - 1]))
+        assert end == len(logits), f"{len(logits)} results of {end}"
+        return found
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that the device has, and what it was given."""
+    """A step that the device has, and what its rows do in it."""
 
     plan: StepPlan
-    batch: StepBatch
+    works: tuple[SequenceWork, ...]
     step: RunningStep
 
 
 def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> StepPlan | None:
     """Returns the next step, or None if nothing runs.
 
-    Prompts are served first come first, but one that the chunk would complete passes the oldest,
-    so that a short prompt does not wait for the whole of a long one; the oldest is passed once in
-    a row at most, so that short ones cannot keep it waiting for ever. Of the decodes those that
-    were not evaluated for longest go, so that with more of them than the runner takes every row
-    gets its turn.
+    Of the decodes those that were not evaluated for longest go, so that with more of them than the
+    runner takes every row gets its turn. What they leave is for prompts of a few tokens, so that
+    several begin in one step.
+
+    Longer prompts are served first come first, but one that the chunk would complete passes the
+    oldest, so that a short prompt does not wait for the whole of a long one; the oldest is passed
+    once in a row at most, so that short ones cannot keep it waiting for ever.
     """
     in_turn = sorted(rows, key=lambda row: (row.last_turn, row.task_id))
     decodes = tuple(row for row in in_turn if row.is_decode)[:max_decodes]
     prompts = sorted((row for row in rows if not row.is_decode), key=lambda row: row.task_id)
     if not decodes and not prompts:
         return None
-    chunk = _next_prompt(prompts, chunk_tokens)
-    passed = prompts[0] if chunk is not None and chunk is not prompts[0] else None
-    return StepPlan(decodes, chunk, chunk_tokens, passed)
+    most = min(SHORT_TOKENS, chunk_tokens)
+    shorts = _shorts(prompts, most, num_free=max_decodes - len(decodes))
+    longer = [row for row in prompts if row not in shorts]
+    chunk = _next_prompt(longer, chunk_tokens)
+    passed = longer[0] if chunk is not None and chunk is not longer[0] else None
+    return StepPlan(decodes, chunk, chunk_tokens, passed, shorts=shorts)
+
+
+def _shorts(prompts: Sequence[Row], most: int, *, num_free: int) -> tuple[Row, ...]:
+    """The prompts of `most` tokens that take `num_free` rows of one token, as far as they go."""
+    shorts: list[Row] = []
+    for row in prompts:
+        if row.fits_rows(most) and row.num_pending <= num_free:
+            shorts.append(row)
+            num_free -= row.num_pending
+    return tuple(shorts)
 
 
 def plan_texts(rows: Sequence[Row], *, max_texts: int, max_tokens: int) -> StepPlan | None:

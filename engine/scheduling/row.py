@@ -103,6 +103,16 @@ class Row:
         """
         return self.num_pending == 1 and self.pooling is None
 
+    def fits_rows(self, most: int) -> bool:
+        """Whether what is pending is at most `most` tokens, which can be rows of one token.
+
+        Those of a row with a state or a vector to gather cannot, and those that are not evaluated
+        all at once.
+        """
+        if self.pooling is not None or self.home.state_id:
+            return False
+        return self.num_pending <= most and self.next_length(most) == self.num_pending
+
     @property
     def is_new(self) -> bool:
         """True until its first token was sampled."""

@@ -187,7 +187,8 @@ async def test_256_clients_on_one_connection_are_served_in_turn_or_refused_with_
 
         it.engine.submit = watched
         asks = [
-            GenerateRequest(text=f"{i:03d}", max_tokens=8, cache_prompt=False) for i in range(256)
+            GenerateRequest(text=f"{i:03d} asks", max_tokens=8, cache_prompt=False)
+            for i in range(256)
         ]
         calls = [asyncio.create_task(_served(it, ask)) for ask in asks]
         # What waits is bounded, so the others are answered while the engine does not move.

@@ -114,6 +114,21 @@ def test_no_bit_depends_on_the_program_that_a_step_takes(quantised: Path) -> Non
     assert_same([bits(alone[0])], expected, "decoded")
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_no_bit_depends_on_whether_the_last_tokens_are_rows_of_one_step(
+    runner: JaxRunner, count: int
+) -> None:
+    for tokens in (PROMPTS[0], PROMPTS[4], PROMPTS[2][:count]):
+        expected = after_prompt(runner, tokens, 32)
+        sequence = lane(1, num_pages=PAGES)
+        if tokens[:-count]:
+            prefill(runner, sequence, tokens[:-count], 32)
+        works = sequence.work(tokens[-count:]).one_by_one()
+        rows = decode(runner, *works)
+        rows += [decode(runner, sequence.work([token]))[0] for token in (9, 11)]
+        assert_same([bits(row) for row in rows], expected, f"{len(tokens)} tokens")
+
+
 def test_no_bit_depends_on_the_lane(runner: JaxRunner) -> None:
     assert_same(
         after_prompt(runner, PROMPTS[0], 32, 5), after_prompt(runner, PROMPTS[0], 32), "lane"

@@ -60,3 +60,7 @@ def test_a_family_has_the_same_bits_alone_in_a_batch_and_in_chunks(
         np.testing.assert_array_equal(bits(row), expected, "decoded in a batch")
     mixed = runner.run(StepBatch((lanes[3].work(last),), lane(0).work(tokens[:40])))
     np.testing.assert_array_equal(bits(mixed[0]), expected, "decoded beside a chunk")
+
+    prefill(runner, few := lane(1), tokens[:-4], 64)
+    rows = runner.run(StepBatch(tuple(few.work(tokens[-4:]).one_by_one()), None))
+    np.testing.assert_array_equal(bits(rows[-1]), expected, "as rows of one step")

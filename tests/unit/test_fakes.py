@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from engine.step import PageContent, PoolLost, SequenceWork, StepBatch
+from engine.step import (
+    FloatArray,
+    PageContent,
+    PoolLost,
+    RowLogits,
+    SequenceWork,
+    StepBatch,
+)
 from engine.types import PoolKind
 from tests.fake_logits import hashed_logits, moved, tokens_of
 from tests.fake_runner import FakeRunner
@@ -50,6 +58,70 @@ def test_a_page_that_does_not_exist_is_a_mistake(pages: list[int]) -> None:
 def test_a_page_in_two_sequences_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="two sequences"):
         run(FakeRunner(4, page_tokens=2), work([5], [1]), work([6], [1]))
+
+
+def test_decodes_may_be_consecutive_tokens_of_one_sequence() -> None:
+    """They give what a chunk of them gives, beside other decodes and a chunk."""
+    whole, rows = (FakeRunner(6, page_tokens=2, window=2, num_window_pages=6) for _ in range(2))
+    tail = work([6, 7, 8], [3, 1], start=1, window_pages=[5, 4])
+    other = work([9], [2], window_pages=[2])
+    chunk = work([3, 4], [6], window_pages=[6])
+    for runner in (whole, rows):
+        run(runner, work([5], [3, 1], window_pages=[5, 4]))
+    expected = whole.run(StepBatch((), tail))
+    found = rows.run(
+        StepBatch((other, *tail.one_by_one(), replace(other, pages=[4], window_pages=[3])), chunk)
+    )
+    assert [row is None for row in found] == [False, True, True, False, False, False]
+    np.testing.assert_array_equal(_full(found[3]), _full(expected[0]))
+    np.testing.assert_array_equal(_full(found[4]), _full(found[0]))
+    np.testing.assert_array_equal(_full(found[0]), hashed_logits([9, 9], rows.vocab_size))
+    np.testing.assert_array_equal(_full(found[5]), hashed_logits([3, 4, 3, 4], rows.vocab_size))
+
+
+def _full(row: RowLogits | None) -> FloatArray:
+    assert row is not None
+    return row.full()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        work([6], [1], start=0),
+        work([6], [1], start=2),
+        work([6], [1, 2], start=1),
+        replace(work([6], [1], start=1), adapters=[(0, 1.0)]),
+    ],
+    ids=["the same position", "a gap", "other pages", "another adapter"],
+)
+def test_rows_in_one_page_that_are_not_consecutive_tokens_are_a_mistake(
+    second: SequenceWork,
+) -> None:
+    first = work([5], [1], wants_logits=False)
+    with pytest.raises(AssertionError, match="two sequences"):
+        run(FakeRunner(4, page_tokens=4), first, second)
+
+
+def test_a_row_and_a_chunk_of_one_sequence_are_a_mistake() -> None:
+    chunk = work([6, 7], [1], start=1)
+    with pytest.raises(AssertionError, match="two sequences"):
+        run(FakeRunner(4, page_tokens=4), work([5], [1], wants_logits=False), chunk=chunk)
+
+
+def test_logits_inside_a_run_of_rows_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="before the last token"):
+        run(FakeRunner(4, page_tokens=4), work([5], [1]), work([6], [1], start=1))
+
+
+def test_several_rows_of_a_sequence_with_a_state_are_a_mistake() -> None:
+    rows = replace(work([5, 6], [1]), state_id=1).one_by_one()
+    with pytest.raises(AssertionError, match="no order"):
+        run(FakeRunner(4, page_tokens=4, num_states=1), *rows)
+
+
+def test_a_run_of_rows_with_a_hole_before_it_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="never written"):
+        run(FakeRunner(4, page_tokens=4), *work([5, 6], [1], start=1).one_by_one())
 
 
 def test_reading_what_was_never_written_is_a_mistake() -> None:

@@ -105,7 +105,7 @@ def test_times_are_of_the_engines_clock() -> None:
 
 
 def test_requests_share_steps_and_do_not_disturb_each_other() -> None:
-    drive = Drive(num_slots=4, chunk_tokens=4)
+    drive = Drive(num_slots=4, chunk_tokens=6)
     prompts = {name: [A, B, ord(name)] * 4 for name in "!#$%"}
     for name, prompt in prompts.items():
         drive.engine.submit(ask(name, prompt, 8))
@@ -126,24 +126,24 @@ def test_a_long_prompt_does_not_stop_running_answers() -> None:
 
 
 def test_prompts_are_served_first_come_first() -> None:
-    drive = Drive(num_slots=3, chunk_tokens=4)
-    for name, prompt in (("long", [B] * 40), ("middle", [A] * 20), ("short", [B + 1] * 8)):
+    drive = Drive(num_slots=3, chunk_tokens=8)
+    for name, prompt in (("long", [B] * 40), ("middle", [A] * 24), ("short", [B + 1] * 16)):
         drive.engine.submit(ask(name, prompt, 9))
     drive.rest()
     firsts = [name for name, event in drive.events if event in drive.chunks(name)[:1]]
     assert firsts == ["long", "middle", "short"]
     # Nobody's chunks lie between another's.
     starts = [batch.chunk.start for batch in drive.runner.batches if batch.chunk]
-    assert starts == [*range(0, 40, 4), *range(0, 20, 4), *range(0, 8, 4)]
+    assert starts == [*range(0, 40, 8), *range(0, 24, 8), *range(0, 16, 8)]
 
 
 def test_a_short_prompt_waits_one_chunk_of_a_long_one_and_cannot_starve_it() -> None:
-    drive = Drive(num_slots=4, chunk_tokens=4)
-    drive.engine.submit(ask("long", [B] * 40))
+    drive = Drive(num_slots=4, chunk_tokens=8, context_tokens=128, kv_pages=64)
+    drive.engine.submit(ask("long", [B] * 80))
     drive.steps(2)
     # A new prompt of one chunk comes with every step, for as long as the long one is read.
     for i in range(20):
-        drive.engine.submit(ask(f"short {i}", [A, i + 3, B], 1))
+        drive.engine.submit(ask(f"short {i}", [i + 3, A, B, A, B], 1))
         drive.steps(1)
     drive.rest()
     assert drive.runner.batches[2].chunk is not None

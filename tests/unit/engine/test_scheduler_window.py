@@ -53,6 +53,16 @@ def test_pages_behind_the_window_are_given_back_after_every_chunk() -> None:
     assert drive.pool(PoolKind.KV).used == 100 // 4 + 1
 
 
+def test_pages_behind_the_window_are_given_back_after_a_prompts_last_few_tokens() -> None:
+    """They take rows and no chunk, and no trim of decodes is due after four."""
+    drive = drive_windows()
+    drive.engine.submit(ask("a", [A] * 100))
+    drive.steps(7)
+    assert drive.runner.batches[6].chunk is None
+    assert drive.engine.snapshot().slots[1].held_tokens == 100
+    assert drive.pool(PoolKind.SWA).used == 6
+
+
 def test_pages_behind_the_window_are_given_back_every_interval_of_decodes() -> None:
     drive = drive_windows(interval=8)
     drive.engine.submit(ask("a", [A] * 32, 40))
