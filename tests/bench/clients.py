@@ -18,6 +18,8 @@ from kvarts.v1 import common_pb2, generation_pb2
 
 from tests.bench.child import answer_all
 
+# Until the streams that others run beside have begun.
+_SETTLE_S = 0.5
 _METHOD = "/kvarts.v1.GenerationService/Generate"
 
 
@@ -37,8 +39,12 @@ class Stream:
 def answer(question: Mapping[str, Any]) -> Any:
     """Runs `prompts` over the door that `do` names; returns a `Stream` each.
 
-    Over gRPC `grammar` restricts all of them. The prompt at index i leaves once stream `after[i]` has shown its first progress (-1: at once).
+    Over gRPC `grammar` restricts all of them. The prompt at index i leaves once stream `after[i]` has
+    shown its first progress (-1: at once). `do` of "beside" is `beside`'s, and returns its waits.
     """
+    if question["do"] == "beside":
+        own = question["address"], question["port"]
+        return asyncio.run(beside(*own, question["prompts"], question["tokens"]))
     prompts, tokens = question["prompts"], question["tokens"]
     after = question.get("after") or [-1] * len(prompts)
     if question["do"] == "grpc":
@@ -128,6 +134,31 @@ async def over_http(
         return stream
 
     return await asyncio.gather(*(run(p, n) for p, n in zip(prompts, tokens, strict=True)))
+
+
+async def beside(
+    address: str, port: int, prompts: Sequence[Sequence[int]], tokens: Sequence[int]
+) -> dict[str, list[float]]:
+    """One short request after another beside running ones, over each door in turn.
+
+    Returns:
+        Seconds to the first token by door, as many of both.
+    """
+    waits: dict[str, list[float]] = {"HTTP": [], "gRPC": []}
+    probe, count = [[1, 300]], [2]
+    running = asyncio.gather(over_grpc(address, prompts, tokens, [-1] * len(prompts)))
+    await asyncio.sleep(_SETTLE_S)
+    while not running.done():
+        pair = {
+            "HTTP": await over_http(port, probe, count),
+            "gRPC": await over_grpc(address, probe, count, [-1]),
+        }
+        if running.done():
+            break  # these two were not both beside all of them
+        for door, (stream,) in pair.items():
+            waits[door].append(stream.tokens_s[0] - stream.sent_s)
+    await running
+    return waits
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ _CONTEXT_TOKENS = 4096
 _SERVED_SHARE = 0.9
 _HTTP_SHARE = 0.9
 _HTTP_LATER_MS = 3.0
+# Of streams that run while one more is asked for again and again.
+_BESIDE_STREAMS, _BESIDE_TOKENS = 7, 300
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
@@ -31,6 +33,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         setting.say(f"served: {model.name}")
         medians = _medians(setting, model)
         ours, peer = medians[OWN], medians.get(PEER, {})
+        yield from _of_one_more(model, ours)
         for streams in _STREAMS:
             for door in ("gRPC", "HTTP"):
                 yield from _of_door(model, door, streams, ours, peer)
@@ -38,6 +41,13 @@ def measure(setting: Setting) -> Iterator[Figure]:
             served, alone = ours[_rate("gRPC", streams)], medians["engine"][str(streams)]
             title = f"{model.name}: gRPC over engine alone, {_count(streams)}"
             yield Figure("served", title, "ratio", served / alone, None, _SERVED_SHARE, False)
+
+
+def _of_one_more(model: Model, ours: Mapping[str, float]) -> Iterator[Figure]:
+    """What the gateway costs a request beside others; they do not begin together here."""
+    title = f"{model.name}: HTTP behind gRPC, one more beside {_BESIDE_STREAMS}, first token"
+    later = ours["HTTP beside"] - ours["gRPC beside"]
+    yield Figure("served", title, "ms", later, None, _HTTP_LATER_MS, False, True)
 
 
 def _of_door(
@@ -90,7 +100,19 @@ def _own_turn(clients: Child, server: OwnServer) -> dict[str, float]:
         heard = clients.ask(do="grpc", address=server.grpc_address, **_questions(streams))
         values[_rate("gRPC", streams)] = common_rate(heard)
         values[_wait("gRPC", streams)] = first_wait_ms(heard)
-    return values
+    return values | _beside(clients, server)
+
+
+def _beside(clients: Child, server: OwnServer) -> dict[str, float]:
+    prompts = [[1, 202 + i] for i in range(_BESIDE_STREAMS)]
+    waits = clients.ask(
+        do="beside",
+        address=server.grpc_address,
+        port=server.port,
+        prompts=prompts,
+        tokens=[_BESIDE_TOKENS] * _BESIDE_STREAMS,
+    )
+    return {f"{door} beside": 1e3 * statistics.median(times) for door, times in waits.items()}
 
 
 def _http_turn(clients: Child, port: int) -> dict[str, float]:
