@@ -384,7 +384,7 @@ class Scheduler:
             row.last_turn = self._num_turns
             self._num_turns += 1
             row.home.tokens += work.tokens
-            self._table.slide(row.home, after_chunk=row not in plan.decodes)
+            self._table.slide(row.home, after_chunk=number >= len(plan.decodes))
             self._ledger.evaluated(row, now_s)
             if len(work.tokens) > 1 or row.is_new:  # others may use it from now on
                 self._table.register(row.home, is_end=work.wants_logits)

@@ -168,7 +168,7 @@ def to_requests(
         deadline_s=deadline_s,
         tenant=tenant,
         annotation=message.annotation,
-        group=request_id,
+        group=_group(message, tenant, request_id),
         constraint=constraint,
         reasoning=reasoning,
     )
@@ -445,6 +445,14 @@ def to_duration(seconds: float) -> Duration:
 
 def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
+
+
+def _group(message: generation_pb2.GenerateRequest, tenant: str, request_id: str) -> str:
+    """Who counts once in the queue: all calls of a group, or all samples of a call.
+
+    No request's id has a space.
+    """
+    return f"{tenant} {message.group.id}" if message.HasField("group") else request_id
 
 
 def _sample(first: Request, index: int) -> Request:

@@ -113,10 +113,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             yield None
             return
         group = request.group
-        check_group(group)
-        name = (telemetry.current().tenant, group.id)
+        check_group(group, limits_of(model))
+        record = telemetry.current()
         with self._groups.place(
-            model.engine, name, num_calls=group.num_calls, index=group.index
+            model.engine,
+            (record.tenant, group.id),
+            num_calls=group.num_calls,
+            index=group.index,
+            size=record.request_bytes,
         ) as place:
             yield place
 

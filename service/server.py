@@ -292,6 +292,14 @@ class Server:
         await self._set_ready(False)
         await self._health.set("", _NOT_SERVING)
 
+    def _call_groups(self) -> CallGroups:
+        engine = self._options.engine
+        # A group counts once in the queue, and is no larger than there are slots.
+        room = WaitingRoom(
+            max_calls=engine.queue_requests * engine.num_slots, max_bytes=engine.queue_bytes
+        )
+        return CallGroups(room, self._group_patience_s)
+
     def _add_servicers(self) -> None:
         server, bridge = self._grpc, self._bridge
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
@@ -299,7 +307,7 @@ class Server:
                 bridge,
                 self._metrics,
                 IdleSlotLog(is_on=self._options.tells_idle_slots),
-                CallGroups(self._group_patience_s),
+                self._call_groups(),
             ),
             server,
         )

@@ -7,7 +7,6 @@ turning messages into engine types is `service.convert`'s.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,21 +28,16 @@ from service import telemetry
 from service.faults import Faults, shown
 from service.loaded import LoadedModel
 from service.off_loop import in_pieces
+from service.validate_sampling import MAX_INT32, check_sampling
 
-MAX_INT32 = 2**31 - 1
 MAX_STOPS = 256
 MAX_STOP_BYTES = 4096
-MAX_BREAKERS = 256
-MAX_BREAKER_BYTES = 40
-MAX_BREAKER_BYTES_IN_ALL = 512
-MAX_SAMPLERS = 64
 # Each costs microseconds per token, in which the others get none.
 MAX_TOP_LOGPROBS = 1024
 MAX_ANNOTATION_BYTES = 4096
 MAX_PRESERVED_TOKENS = 65_536
 MAX_TRIGGERS = 256
 MAX_INPUTS = 2048
-MAX_GROUP_CALLS = 1024
 MAX_PAGE_SIZE = 1000
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4096
@@ -83,7 +77,7 @@ def check_vocabulary(asked: str, model: LoadedModel) -> None:
         raise VocabularyChanged(asked, model.vocabulary)
 
 
-def check_group(group: generation_pb2.CallGroup) -> None:
+def check_group(group: generation_pb2.CallGroup, limits: Limits) -> None:
     """Checks what a call says of the group that it is of.
 
     Raises:
@@ -93,7 +87,7 @@ def check_group(group: generation_pb2.CallGroup) -> None:
     faults = Faults()
     if not telemetry.is_request_id(group.id):
         faults.add("group.id", f"{shown(group.id)} is not 1 to 36 printable ASCII characters")
-    faults.number("group.num_calls", group.num_calls, low=2, high=MAX_GROUP_CALLS)
+    faults.number("group.num_calls", group.num_calls, low=2, high=limits.num_slots)
     faults.number("group.index", group.index, low=0, high=max(0, group.num_calls - 1))
     faults.raise_if_any()
 
@@ -116,7 +110,7 @@ def check_generate(request: generation_pb2.GenerateRequest, limits: Limits) -> N
     check_request_id(faults, request.request_id)
     if request.WhichOneof("prompt") is None:
         faults.add("prompt", "missing: one of text, tokens, chat is required")
-    _check_sampling(faults, request.sampling, limits)
+    check_sampling(faults, request.sampling, limits.vocab_size)
     _check_budget(faults, request, limits)
     _check_texts(faults, request)
     _check_constraint(faults, request)
@@ -205,87 +199,6 @@ def check_chat(faults: Faults, field: str, chat: common_pb2.ChatPrompt) -> None:
         faults.add(
             f"{field}.add_generation_prompt", "true together with a final_message that continues"
         )
-
-
-# Field of SamplingParams -> (low, high, whether low itself is refused). Source: the contract's
-# field comments; a gateway that clamps does so before it calls.
-_FLOAT_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, math.inf, False),
-    "dynatemp_range": (0.0, math.inf, False),
-    "dynatemp_exponent": (0.0, math.inf, False),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, False),
-    "typical_p": (0.0, math.inf, False),
-    "top_n_sigma": (-math.inf, math.inf, False),
-    "xtc_probability": (0.0, 1.0, False),
-    "xtc_threshold": (0.0, 1.0, False),
-    "repeat_penalty": (0.0, math.inf, True),
-    "frequency_penalty": (-math.inf, math.inf, False),
-    "presence_penalty": (-math.inf, math.inf, False),
-    "dry_multiplier": (0.0, math.inf, False),
-    "dry_base": (1.0, math.inf, False),
-    "mirostat_tau": (0.0, math.inf, False),
-    "mirostat_eta": (0.0, math.inf, False),
-    "adaptive_target": (-math.inf, 1.0, False),
-    # The nearest float to 0.99 lies above it.
-    "adaptive_decay": (0.0, 0.9900000095367432, False),
-}
-_COUNTS = ("top_k", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_keep")
-
-
-def _check_sampling(
-    faults: Faults, sampling: generation_pb2.SamplingParams, limits: Limits
-) -> None:
-    for field, value in sampling.ListFields():
-        if field.name in _FLOAT_RANGES:
-            low, high, excludes_low = _FLOAT_RANGES[field.name]
-            faults.number(
-                f"sampling.{field.name}", value, low=low, high=high, excludes_low=excludes_low
-            )
-    for name in _COUNTS:
-        count: int = getattr(sampling, name)
-        faults.number(f"sampling.{name}", count, low=0, high=MAX_INT32)
-    faults.known(
-        "sampling.mirostat",
-        sampling.mirostat,
-        generation_pb2.Mirostat.values(),
-        may_be_unset=True,
-    )
-    _check_samplers(faults, sampling.samplers.samplers)
-    _check_breakers(faults, sampling.dry_sequence_breakers.values)
-    _check_bias(faults, sampling, limits)
-
-
-def _check_samplers(faults: Faults, samplers: Sequence[int]) -> None:
-    faults.size("sampling.samplers.samplers", len(samplers), MAX_SAMPLERS, "samplers")
-    for i, sampler in enumerate(samplers[:MAX_SAMPLERS]):
-        faults.known(
-            f"sampling.samplers.samplers[{i}]",
-            sampler,
-            generation_pb2.Sampler.values(),
-            may_be_unset=False,
-        )
-
-
-def _check_breakers(faults: Faults, breakers: Sequence[str]) -> None:
-    field = "sampling.dry_sequence_breakers.values"
-    faults.size(field, len(breakers), MAX_BREAKERS, "texts")
-    total = sum(len(breaker.encode()) for breaker in breakers)
-    faults.size(field, total, MAX_BREAKER_BYTES_IN_ALL, "bytes in all")
-    for i, breaker in enumerate(breakers[:MAX_BREAKERS]):
-        size = len(breaker.encode())
-        if not 1 <= size <= MAX_BREAKER_BYTES:
-            faults.add(f"{field}[{i}]", f"{size} bytes is not between 1 and {MAX_BREAKER_BYTES}")
-
-
-def _check_bias(faults: Faults, sampling: generation_pb2.SamplingParams, limits: Limits) -> None:
-    bias = sampling.logit_bias
-    if len(bias) > limits.vocab_size:
-        faults.size("sampling.logit_bias", len(bias), limits.vocab_size, "entries")
-        return
-    for token_id, value in bias.items():
-        if math.isnan(value) or value == math.inf:
-            faults.add(f"sampling.logit_bias[{token_id}]", f"{value} is neither finite nor -inf")
 
 
 def _check_budget(faults: Faults, request: generation_pb2.GenerateRequest, limits: Limits) -> None:

@@ -39,7 +39,11 @@ class StepPlan:
 
     def works(self) -> tuple[SequenceWork, ...]:
         """Returns what each of the rows is to do, in their order."""
-        return tuple(row.work(self.length(row)) for row in self.rows)
+        others = self.rows[len(self.decodes) :]
+        return (
+            *(row.work(1) for row in self.decodes),
+            *(row.work(self.chunk_tokens) for row in others),
+        )
 
     def batch(self, works: Sequence[SequenceWork]) -> StepBatch:
         """Returns what the runner is to evaluate, made of `works`."""
@@ -56,13 +60,13 @@ class StepPlan:
         self, works: Sequence[SequenceWork], logits: Sequence[RowLogits | None]
     ) -> list[tuple[Row, SequenceWork, RowLogits | None]]:
         """Returns each row with its work and, of the runner's results, what is after its last token."""
-        found: list[tuple[Row, SequenceWork, RowLogits | None]] = []
-        end = 0
-        for row, work in zip(self.rows, works, strict=True):
-            end += len(work.tokens) if row in self.shorts else 1
-            found.append((row, work, logits[end - 1]))
-        assert end == len(logits), f"{len(logits)} results of {end}"
-        return found
+        num_decodes, num_rows = len(self.decodes), len(self.decodes) + len(self.shorts)
+        ends = list(logits[:num_decodes])
+        end = num_decodes
+        for work in works[num_decodes:num_rows]:
+            end += len(work.tokens)
+            ends += logits[end - 1 : end]
+        return list(zip(self.rows, works, [*ends, *logits[end:]], strict=True))
 
 
 @dataclass(frozen=True)

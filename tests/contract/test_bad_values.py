@@ -206,7 +206,7 @@ BAD: list[tuple[GenerateRequest, str]] = [
     (GenerateRequest(text="x", group=CallGroup(num_calls=2)), "group.id"),
     (GenerateRequest(text="x", group=CallGroup(id="\u00e9", num_calls=2)), "group.id"),
     (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=1)), "group.num_calls"),
-    (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=1025)), "group.num_calls"),
+    (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=5)), "group.num_calls"),
     (GenerateRequest(text="x", group=CallGroup(id="a", num_calls=2, index=2)), "group.index"),
     (GenerateRequest(text="x", top_logprobs=102), "top_logprobs"),
     (GenerateRequest(text="x", time_limit=Duration()), "time_limit"),

@@ -161,7 +161,7 @@ async def test_calls_of_a_group_begin_together_in_the_order_of_their_places() ->
 
         def call(index: int) -> asyncio.Future[list[GenerateResponse]]:
             group = CallGroup(id="body", num_calls=2, index=index)
-            request = GenerateRequest(text="ab", max_tokens=1, group=group)
+            request = GenerateRequest(text=f"{index}ab", max_tokens=1, group=group)
             return asyncio.ensure_future(it.collect(request))
 
         second = call(1)
@@ -171,6 +171,17 @@ async def test_calls_of_a_group_begin_together_in_the_order_of_their_places() ->
         streams = await asyncio.gather(call(0), second)
         # Of slots that hold nothing of a prompt the last is given first.
         assert [stream[0].started.slot_id for stream in streams] == [3, 2]
+
+
+async def test_a_group_counts_once_in_the_queue() -> None:
+    async with serving(config=replace(CONFIG, queue_requests=1)) as it:
+
+        def call(index: int) -> Any:
+            group = CallGroup(id="body", num_calls=4, index=index)
+            return it.collect(GenerateRequest(text="ab", max_tokens=1, group=group))
+
+        streams = await asyncio.gather(*(call(index) for index in range(4)))
+        assert all(kinds(stream)[-1] == "finished" for stream in streams)
 
 
 async def test_a_group_of_another_tenant_is_another_one() -> None:

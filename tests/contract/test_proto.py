@@ -26,7 +26,7 @@ from kvarts.v1 import (
 
 from engine import errors, requests, types
 from engine.adapters import errors as adapter_errors
-from service import swap_errors, validate
+from service import swap_errors, validate, validate_sampling
 from service.errors import ERROR_TABLE
 
 _PROTO = Path(__file__).parents[2] / "proto"
@@ -184,15 +184,15 @@ def _comment(stem: str, declaration: str) -> str:
         ("generation", "repeated string stop = 7", [validate.MAX_STOPS, validate.MAX_STOP_BYTES]),
         ("generation", "repeated uint32 preserved_tokens = 22", [validate.MAX_PRESERVED_TOKENS]),
         ("generation", "repeated GrammarTrigger grammar_triggers", [validate.MAX_TRIGGERS]),
-        ("generation", "repeated Sampler samplers", [validate.MAX_SAMPLERS]),
+        ("generation", "repeated Sampler samplers", [validate_sampling.MAX_SAMPLERS]),
         ("generation", "optional uint32 top_logprobs = 14", [validate.MAX_TOP_LOGPROBS]),
         (
             "generation",
             "StringList dry_sequence_breakers",
             [
-                validate.MAX_BREAKERS,
-                validate.MAX_BREAKER_BYTES,
-                validate.MAX_BREAKER_BYTES_IN_ALL,
+                validate_sampling.MAX_BREAKERS,
+                validate_sampling.MAX_BREAKER_BYTES,
+                validate_sampling.MAX_BREAKER_BYTES_IN_ALL,
             ],
         ),
         ("generation", "string annotation", [validate.MAX_ANNOTATION_BYTES]),

@@ -6,6 +6,7 @@ What waits for a reader is at most its own answer, whose tokens its request boun
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,10 @@ import grpc
 import pytest
 from kvarts.v1 import generation_pb2_grpc
 
+from engine.step import StepBatch
 from tests.contract.serving import CONFIG, GenerateRequest, Serving, failure, serving
 from tests.contract.test_lifecycle import assert_books_balance, settled
+from tests.fake_runner import FakeRunner
 
 # A single one is met in every run: `test_lifecycle`.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -59,14 +62,46 @@ async def _rest_of(call: Any) -> None:
     )
 
 
+class _Hold:
+    """Keeps the engine in a step, once every window is full, until it is let go.
+
+    A fast machine would be through with all answers before anybody is given up.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self.let_go = threading.Event()
+
+    def __call__(self, batch: StepBatch) -> None:
+        self._num_steps += 1
+        if self._num_steps >= _TOKENS - 100:
+            assert self.let_go.wait(300)
+
+
+async def _cancels(it: Serving, count: int) -> None:
+    """Waits until so many calls were given up."""
+    async with asyncio.timeout(240):
+        while count:
+            count -= await it.commands.get() == "cancel"
+
+
 async def test_16_of_32_calls_stop_reading() -> None:
-    async with serving(config=_CONFIG, stall_limit_s=_LIMIT_S) as it, AsyncExitStack() as stack:
+    hold = _Hold()
+    pages = _CONFIG.context_tokens // _CONFIG.page_tokens
+    runner = FakeRunner(pages, _CONFIG.page_tokens, on_run=hold)
+    async with (
+        serving(config=_CONFIG, stall_limit_s=_LIMIT_S, runner=runner) as it,
+        AsyncExitStack() as stack,
+    ):
+        stack.callback(hold.let_go.set)
         port = it.server.port
         assert port is not None
         stalled = await asyncio.gather(*(_stalled_call(stack, port) for _ in range(_STALLED)))
         reading = GenerateRequest(text="y", ignore_eos=True, max_tokens=50)
         answers = await asyncio.gather(*(it.collect(reading) for _ in range(_READERS)))
         assert [answer[-1].finished.completion_tokens for answer in answers] == [50] * _READERS
+        await _cancels(it, _STALLED)
+        hold.let_go.set()
         await _counted(it, started=_STALLED + _READERS, cancelled=_STALLED)
         failures = await asyncio.gather(*(failure(_rest_of(call)) for call in stalled))
         assert {failed.reason for failed in failures} == {"DEADLINE"}

@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import InvalidField, QueueFull
 from service.call_groups import CallGroups
+from service.waiting_room import WaitingRoom
 
 FOR_EVER = 3600.0
 
@@ -37,16 +38,19 @@ class FakeQueue:
 class Calls:
     """Calls of one group, each with a gate that holds it before it is ready."""
 
-    def __init__(self, num_calls: int = 2, patience_s: float = FOR_EVER) -> None:
+    def __init__(
+        self, num_calls: int = 2, patience_s: float = FOR_EVER, max_bytes: int = 10
+    ) -> None:
         self.queue = FakeQueue()
-        self.groups = CallGroups(patience_s)
+        self.room = WaitingRoom(max_calls=10, max_bytes=max_bytes)
+        self.groups = CallGroups(self.room, patience_s)
         self.num_calls = num_calls
 
     async def run(
         self, index: int, *, gate: asyncio.Event | None = None, queue: FakeQueue | None = None
     ) -> None:
         queue = queue or self.queue
-        place = self.groups.place(queue, "name", num_calls=self.num_calls, index=index)
+        place = self.groups.place(queue, "name", num_calls=self.num_calls, index=index, size=1)
         with place as mine:
             if gate is not None:
                 await gate.wait()
@@ -90,16 +94,44 @@ async def test_one_that_is_refused_or_cancelled_is_not() -> None:
     assert calls.queue.queued == [["1"]]
 
 
-async def test_who_gives_up_while_it_waits_is_not_queued() -> None:
+async def test_one_that_is_refused_before_the_others_come_is_not_waited_for() -> None:
+    calls = Calls()
+    with calls.groups.place(calls.queue, "name", num_calls=2, index=0, size=1):
+        pass
+    await asyncio.wait_for(calls.run(1), 30)
+    assert calls.queue.queued == [["1"]]
+
+
+async def test_who_gives_up_while_it_waits_is_not_queued_and_may_come_again() -> None:
     calls = Calls()
     gone = calls.start(0)
     await turns()
     gone.cancel()
     await turns()
-    # It was the only one, and the group is forgotten: the next one is of another.
-    running = [calls.start(0), calls.start(1)]
-    await asyncio.gather(*running)
+    again = calls.start(0)
+    await turns()
+    assert calls.queue.queued == []
+    await asyncio.gather(again, calls.start(1))
     assert calls.queue.queued == [["0", "1"]]
+    assert calls.room.num_calls == 0
+
+
+async def test_a_group_that_is_over_is_forgotten() -> None:
+    calls = Calls()
+    for _ in range(2):
+        await asyncio.gather(calls.start(0), calls.start(1))
+    assert calls.queue.queued == [["0", "1"], ["0", "1"]]
+
+
+async def test_what_waits_for_others_is_bounded() -> None:
+    calls = Calls(3, max_bytes=1)
+    waiting = calls.start(0)
+    await turns()
+    with pytest.raises(QueueFull):
+        await calls.run(1)
+    waiting.cancel()
+    await turns()
+    assert calls.room.num_calls == 0
 
 
 async def test_patience_has_an_end_and_who_comes_later_passes() -> None:
@@ -117,7 +149,7 @@ async def test_a_refusal_of_the_queue_is_its_own() -> None:
     calls = Calls()
 
     async def refused() -> None:
-        with calls.groups.place(calls.queue, "name", num_calls=2, index=0) as place:
+        with calls.groups.place(calls.queue, "name", num_calls=2, index=0, size=1) as place:
             await place.take(fail)
 
     def fail() -> None:
@@ -139,14 +171,14 @@ async def test_groups_of_two_queues_are_two() -> None:
 
 async def test_a_place_is_given_once_and_all_say_the_same_size() -> None:
     calls = Calls()
-    with calls.groups.place(calls.queue, "name", num_calls=2, index=0):
+    with calls.groups.place(calls.queue, "name", num_calls=2, index=0, size=1):
         with (
             pytest.raises(InvalidField, match=r"group\.index: 0 is the place of another call"),
-            calls.groups.place(calls.queue, "name", num_calls=2, index=0),
+            calls.groups.place(calls.queue, "name", num_calls=2, index=0, size=1),
         ):
             pass
         with (
             pytest.raises(InvalidField, match=r"group\.num_calls: 3, but another call .* says 2"),
-            calls.groups.place(calls.queue, "name", num_calls=3, index=1),
+            calls.groups.place(calls.queue, "name", num_calls=3, index=1, size=1),
         ):
             pass

@@ -67,7 +67,12 @@ async def bridge() -> AsyncIterator[Bridge]:
 async def served(bridge: Bridge, metrics: Metrics) -> Any:
     """The handler of Generate as the server calls it."""
     inner = grpc.unary_stream_rpc_method_handler(
-        GenerationServicer(bridge, metrics, IdleSlotLog(is_on=False), CallGroups()).Generate,
+        GenerationServicer(
+            bridge,
+            metrics,
+            IdleSlotLog(is_on=False),
+            CallGroups(WaitingRoom(max_calls=8, max_bytes=8)),
+        ).Generate,
         generation_pb2.GenerateRequest.FromString,
         generation_pb2.GenerateResponse.SerializeToString,
     )
