@@ -9,7 +9,7 @@ of the service once the last event is there, since a service that stops answers 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -93,22 +93,25 @@ async def complete(
     """
     size = connection.body_bytes
     prompts, params = await off_loop(lambda: read_body(body, backend.facts), weight=size)
-    jobs = await connection.while_connected(
-        _prepare(backend, body, prompts, params, size, chat, dialect)
-    )
-    work = _Work(backend, jobs, dialect, params, size)
-    if not params.stream:
-        response = await connection.while_connected(_whole(work))
+    work = _prepare(backend, body, prompts, params, size, chat, dialect)
+    # One watch over all of it: each costs a task.
+    return await connection.while_connected(_answer(work))
+
+
+async def _answer(preparing: Awaitable[_Work]) -> Response | EventStream:
+    work = await preparing
+    if not work.params.stream:
+        response = await _whole(work)
         response.headers.update(work.headers)
         return response
     frames = _frames(work)
     try:
         # The headers' turn: a frame without bytes, or an error that is not in-band yet.
-        await connection.while_connected(anext(frames))
+        await anext(frames)
     except BaseException:
         await frames.aclose()
         raise
-    return EventStream(frames, params.sse_ping_interval, work.headers)
+    return EventStream(frames, work.params.sse_ping_interval, work.headers)
 
 
 def read_body(body: Mapping[str, Any], facts: Facts) -> tuple[list[Prompt], CompletionParams]:
@@ -137,16 +140,17 @@ async def _prepare(
     body_bytes: int,
     chat: common_pb2.ChatPrompt | None,
     dialect: Dialect,
-) -> list[Job]:
+) -> _Work:
     facts = backend.facts
     resolved = await resolve(backend, params)
     tokens = await tokenize_all(backend, prompts)
     _check_all_fit(tokens, facts)
     shows_prompt = dialect.needs_prompt_text
-    return await off_loop(
+    jobs = await off_loop(
         lambda: make_jobs(facts, body, resolved, tokens, chat, shows_prompt=shows_prompt),
         weight=body_bytes,
     )
+    return _Work(backend, jobs, dialect, params, body_bytes)
 
 
 def _check_all_fit(prompts: Sequence[tuple[int, ...]], facts: Facts) -> None:

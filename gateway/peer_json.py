@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
@@ -132,24 +132,20 @@ def to_float32(value: int | float) -> float:
 
 
 def _append(parts: list[str], value: Json) -> None:
-    # `encode_basestring` is what `json.dumps` comes to; that makes an encoder for each string.
+    scalar = _SCALARS.get(type(value))
+    if scalar is not None:
+        parts.append(scalar(value))
+        return
     match value:
-        case str():
-            parts.append(encode_basestring(value))
-        case None:
-            parts.append("null")
-        case bool():
-            parts.append("true" if value else "false")
+        case str() | int() | float():  # of a class of its own, an enumeration's say
+            base = next(kind for kind in type(value).__mro__ if kind in _SCALARS)
+            parts.append(_SCALARS[base](value))
         case bytes():
             parts.append(encode_basestring(value.decode("utf-8", "replace")))
-        case int():
-            parts.append(int.__repr__(value))
-        case float():
-            parts.append(format_double(value))
         case dict() | Mapping():  # the first is known much sooner
             _append_object(parts, value)
         case _:
-            _append_array(parts, value)
+            _append_array(parts, cast("Sequence[Json]", value))
 
 
 def _append_object(parts: list[str], value: Mapping[str, Json]) -> None:
@@ -168,3 +164,14 @@ def _append_array(parts: list[str], value: Sequence[Json]) -> None:
         _append(parts, item)
         separator = ","
     parts.append("]" if value else "[]")
+
+
+# Looked up by type: most of what is written is one of these, and a chain of checks costs more than
+# writing does. `encode_basestring` is what `json.dumps` comes to; that makes an encoder for each.
+_SCALARS: dict[type, Callable[[Any], str]] = {
+    str: encode_basestring,
+    type(None): lambda _: "null",
+    bool: lambda value: "true" if value else "false",
+    int: int.__repr__,
+    float: format_double,
+}

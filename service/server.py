@@ -79,6 +79,9 @@ _FLUSH_S = 0.5
 # Of the time for running requests, what the slots' saves get with --slot-autosave.
 _SAVE_SHARE = 0.5
 
+# A collection every few requests, where Python's own 700 means several within each.
+_COLLECT_AFTER = 10_000
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICES = (
@@ -451,6 +454,7 @@ def _named_by(options: ServiceOptions) -> LoadModel:
 
         # What was imported stays: no collection needs to look at it again.
         gc.freeze()
+        gc.set_threshold(_COLLECT_AFTER)
         gc.enable()
         return load_named(options, sink)
 
