@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import pytest
@@ -70,6 +71,19 @@ def test_written_compactly_in_order():
 
 def test_bytes_that_are_no_text_become_replacement_characters():
     assert peer_json.write([b"a\xe6\x97", b"\xff"]) == '["a\ufffd","\ufffd"]'.encode()
+
+
+def test_scalars_of_a_class_of_their_own_are_written_as_their_base():
+    class Named(StrEnum):
+        ONE = "o"
+
+    class Numbered(IntEnum):
+        ONE = 1
+
+    class Measured(float):
+        pass
+
+    assert peer_json.write([Named.ONE, Numbered.ONE, Measured(0.5)]) == b'["o",1,0.5]'
 
 
 @given(

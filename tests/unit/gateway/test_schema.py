@@ -49,6 +49,12 @@ def test_the_first_name_that_holds_a_value_wins(body: dict[str, Any], expected: 
     assert read(body).n_predict == expected
 
 
+def test_of_several_faults_the_first_in_the_peers_order_is_told():
+    faults = {"n_discard": -1, "n_predict": -2}
+    assert "n_predict" in refusal(faults)
+    assert "n_predict" in refusal(dict(reversed(faults.items())))
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
