@@ -8,7 +8,7 @@ take part in merging and are then spelt out byte by byte, as llama.cpp does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 from tokenizers import Regex, Tokenizer
@@ -37,8 +37,11 @@ class BpeEncoder:
         self._ids = table.ids
         self._pre_tokenizer = pre_tokenizer
         self._breaks = re.compile(pre_tokenizer.breaks) if pre_tokenizer.breaks else None
-        pairs = _parse_merges(merges)
+        broken = _broken(merges)
+        pairs = _parse_merges([merge for merge in merges if merge not in broken])
         vocab = dict(zip(table.texts, range(len(table)), strict=True))
+        for text in _broken(vocab):
+            del vocab[text]
         phantoms = _phantom_texts(vocab, pairs, byte_level=pre_tokenizer.byte_level)
         self._spellings = {
             len(table) + rank: _spell(text, vocab, byte_level=pre_tokenizer.byte_level)
@@ -111,6 +114,25 @@ class BpeEncoder:
         # Of the package's calls those for batches alone let go of the interpreter's lock.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
+
+
+def _broken(texts: Collection[str]) -> frozenset[str]:
+    """The texts with bytes that are no UTF-8, as files with a damaged vocabulary have them.
+
+    The package refuses these, and no word can come to be one: words have no such bytes, and merging
+    joins whole characters.
+    """
+    if _is_utf8("".join(texts)):
+        return frozenset()
+    return frozenset(text for text in texts if not _is_utf8(text))
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_merges(merges: Sequence[str]) -> list[tuple[str, str]]:

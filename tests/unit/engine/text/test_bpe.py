@@ -65,6 +65,13 @@ class TestEncode:
         # It still keeps its neighbours apart.
         assert tokenizer.encode("azb", add_special=False, parse_special=False) == [0, 1]
 
+    def test_tokens_and_merges_that_are_no_utf8_change_nothing(self) -> None:
+        # As damaged files have them; the package takes no such text.
+        rows = rows_of([*ALPHABET, "\udcff\udce6", "ab", "a\udcff"])
+        merges = ["a \udcff", "\udcff \udce6", "a b"]
+        tokenizer = load_tokenizer(make_vocab("gpt2", rows, merges=merges, pre="gpt-2"))
+        assert tokenizer.encode("ab", add_special=False, parse_special=False) == [257]
+
     @pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [258]), ("gpt-2", [97, 257])])
     def test_a_word_that_is_a_token_is_not_merged_where_the_name_says_so(
         self, pre: str, expected: list[int]

@@ -22,14 +22,14 @@ def make_vocab(
     pre: str | None = None,
     **others: Any,
 ) -> Vocab:
-    """A vocabulary of (text, score, type) rows."""
+    """A vocabulary of (text, score, type) rows; U+DC80 to U+DCFF stand for bytes that are no UTF-8."""
     return Vocab(
         model=model,
         pre=pre,
-        tokens=tuple(text.encode() for text, _, _ in rows),
+        tokens=tuple(text.encode("utf-8", "surrogateescape") for text, _, _ in rows),
         scores=np.array([score for _, score, _ in rows], np.float32),
         token_types=np.array([kind for _, _, kind in rows], np.int32),
-        merges=tuple(merge.encode() for merge in merges),
+        merges=tuple(merge.encode("utf-8", "surrogateescape") for merge in merges),
         **others,
     )
 
