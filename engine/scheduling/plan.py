@@ -10,6 +10,8 @@ from engine.step import RowLogits, RunningStep, SequenceWork, StepBatch
 
 # Prompts of so few tokens are evaluated as rows of one token: measured, docs/benchmarks.md.
 SHORT_TOKENS = 4
+# A longer chunk takes several times as long as a step of rows.
+BRIEF_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class StepPlan:
     """The rows of one step, in the order of the runner's results, and the chunk's length.
 
     Each token of `shorts`, prompts of a few tokens, is evaluated as a decode is. `passed` is the
-    older prompt that waits while a younger one has the chunk.
+    prompt that waits while a younger one has the chunk, or while others begin without any.
     """
 
     decodes: tuple[Row, ...]
@@ -87,7 +89,8 @@ def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> St
 
     Longer prompts are served first come first, but one that the chunk would complete passes the
     oldest, so that a short prompt does not wait for the whole of a long one; the oldest is passed
-    once in a row at most, so that short ones cannot keep it waiting for ever.
+    once in a row at most, so that short ones cannot keep it waiting for ever. For the same reasons
+    a long chunk waits for the step in which a row begins: its first token would wait for the chunk.
     """
     in_turn = sorted(rows, key=lambda row: (row.last_turn, row.task_id))
     decodes = tuple(row for row in in_turn if row.is_decode)[:max_decodes]
@@ -98,8 +101,15 @@ def plan_step(rows: Sequence[Row], *, max_decodes: int, chunk_tokens: int) -> St
     shorts = _shorts(prompts, most, num_free=max_decodes - len(decodes))
     longer = [row for row in prompts if row not in shorts]
     chunk = _next_prompt(longer, chunk_tokens)
+    begins = bool(shorts) or any(row.is_new for row in decodes)
+    if chunk is not None and begins and _may_wait(chunk, chunk_tokens):
+        return StepPlan(decodes, None, chunk_tokens, chunk, shorts=shorts)
     passed = longer[0] if chunk is not None and chunk is not longer[0] else None
     return StepPlan(decodes, chunk, chunk_tokens, passed, shorts=shorts)
+
+
+def _may_wait(prompt: Row, chunk_tokens: int) -> bool:
+    return not prompt.was_passed and prompt.next_length(chunk_tokens) > BRIEF_TOKENS
 
 
 def _shorts(prompts: Sequence[Row], most: int, *, num_free: int) -> tuple[Row, ...]:

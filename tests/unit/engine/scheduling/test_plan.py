@@ -8,7 +8,7 @@ import pytest
 from engine.adapters.effective import EffectiveSet, SetMember
 from engine.pooling import StatePooling
 from engine.requests import Pooling
-from engine.scheduling.plan import SHORT_TOKENS, StepPlan, plan_step, plan_texts
+from engine.scheduling.plan import BRIEF_TOKENS, SHORT_TOKENS, StepPlan, plan_step, plan_texts
 from engine.scheduling.row import Row
 from engine.step import RowLogits, StepBatch
 from tests.fake_logits import FakeRow
@@ -279,6 +279,42 @@ def test_a_short_prompt_that_waits_is_not_passed_by_a_longer_one() -> None:
     rows = [short(0), prefilling(1), *(decoding(i) for i in range(2, 9))]
     step = plan(rows, chunk_tokens=9)
     assert (step.shorts, step.chunk, step.passed) == ((), rows[0], None)
+
+
+@pytest.mark.parametrize("begins", [short(2), make_row(task_id=2, prompt_tokens=5, held=4)])
+@pytest.mark.parametrize("more", [0, 900])
+def test_a_row_that_begins_does_not_wait_for_a_long_chunk(begins: Row, more: int) -> None:
+    long = prefilling(0, prompt_tokens=BRIEF_TOKENS + 1 + more)
+    rows = [long, decoding(1), begins]
+    step = plan(rows, chunk_tokens=512)
+    assert sorted(task_ids(step.rows)) == [1, 2]
+    assert (step.chunk, step.passed) == (None, long)
+    # Once in a row at most: others that begin then go along with it.
+    long.was_passed = True
+    step = plan(rows, chunk_tokens=512)
+    assert sorted(task_ids(step.rows)) == [0, 1, 2]
+    assert (step.chunk, step.passed) == (long, None)
+
+
+def test_a_row_that_begins_goes_along_with_a_brief_chunk() -> None:
+    brief = prefilling(0, prompt_tokens=BRIEF_TOKENS)
+    step = plan([brief, short(1)], chunk_tokens=512)
+    assert (step.chunk, task_ids(step.shorts), step.passed) == (brief, [1], None)
+
+
+def test_rows_that_have_begun_go_along_with_a_long_chunk() -> None:
+    long = prefilling(0, prompt_tokens=900)
+    step = plan([long, decoding(1)], chunk_tokens=512)
+    assert (step.chunk, step.passed) == (long, None)
+
+
+def test_a_younger_prompt_that_waits_for_a_row_is_the_next() -> None:
+    rows = [prefilling(0, prompt_tokens=900), prefilling(1, prompt_tokens=200), short(2)]
+    step = plan(rows, chunk_tokens=512)
+    assert (step.chunk, step.passed) == (None, rows[1])
+    rows[1].was_passed = True
+    step = plan([*rows[:2], short(3)], chunk_tokens=512)
+    assert (step.chunk, step.passed) == (rows[1], rows[0])
 
 
 def test_an_encoders_step_takes_whole_texts_while_they_fit() -> None:
