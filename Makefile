@@ -89,10 +89,12 @@ replicas: setup front
 	PATH="$$PATH:$(abspath $(FRONT))/bin" $(PY) -m pytest -m slow -rs tests/e2e/test_replicas.py $(ARGS)
 
 # Longer searches, damaged models under sanitizers, 100 rebuilds under streams, servers killed amid saves
-# and rebuilds, ten minutes of clients whose history is checked, and replicas behind Envoy.
+# and rebuilds, ten minutes of clients whose history is checked, replicas behind Envoy, and the wheel of
+# this kind of machine.
 nightly: setup survivors front
 	PATH="$$PATH:$(abspath $(FRONT))/bin" REBUILDS=100 REBUILD_KILLS=24 SLOT_KILLS=200 HISTORY_MINUTES=10 \
 		$(PY) -m pytest -m "not device" --hypothesis-profile=nightly $(ARGS)
+	.ci/wheel
 	$(MAKE) audit
 
 # 5 is pytest's word for "nothing to run", which is the truth on a machine without a device.

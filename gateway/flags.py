@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -238,6 +239,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> _Parser:
     parser = _Parser("kvarts-gateway", allow_abbrev=False, description=_SUMMARY)
+    shown = f"%(prog)s {version('kvarts')}"
+    parser.add_argument("--version", action="version", version=shown)
     for flag in FLAGS:
         text = f"{flag.help}{_default_of(flag)} [{flag.variable}]".replace("%", "%%")
         if flag.convert is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,10 @@ def test_values_at_their_limits(tmp_path: Path):
     assert (options.log_format, options.static_path) == ("json", str(tmp_path))
     assert (options.chat_template_kwargs, options.service_key) == ({"a": 1}, "s3")
     assert options.api_keys == ("a", "b")
+
+
+def test_the_version_is_told_like_the_servers(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(["--version"], {})
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvarts-gateway {version('kvarts')}\n"
